@@ -1,0 +1,1 @@
+"""The front door: HTTP in the protocols that clients already speak."""

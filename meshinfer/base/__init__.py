@@ -1,0 +1,1 @@
+"""Ids, units and errors: what every room may use."""

@@ -1,0 +1,73 @@
+"""Settings of an agent: frozen, each with its unit, its default and what raising it costs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import platformdirs
+
+
+def default_home() -> Path:
+    """Where identity, mesh key, address book and models live: MESHINFER_HOME, or the platform's data directory."""
+    named = os.environ.get("MESHINFER_HOME")
+    return Path(named) if named else platformdirs.user_data_path("meshinfer", appauthor=False)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One agent's dials."""
+
+    home: Path = field(default_factory=default_home)
+    """One agent per home; a second one is refused."""
+
+    name: str = ""
+    """What people call this node; the host name if empty."""
+
+    # --- who may come in ---
+    open_mesh: bool = False
+    """Anyone on the network may join: for isolated networks only."""
+    mesh_key_file: Path | None = None
+    """A file with a join code, for prepared deployments; else MESHINFER_JOIN_CODE, else what `join` remembered."""
+
+    # --- network ---
+    listen_host: str = "0.0.0.0"  # noqa: S104 - every interface; nothing but the mesh handshake is served to strangers
+    listen_port: int = 0
+    """libp2p. 0: any free port; discovery tells the others."""
+    api_host: str = "127.0.0.1"
+    """Loopback unless said otherwise; another address wants an API key."""
+    api_port: int = 52415
+    api_key: str = ""
+    api_without_key: bool = False
+    """Serve a non-loopback address without a key: for trusted networks, by name only."""
+    peers: tuple[str, ...] = ()
+    """`host:port` of other agents, for networks that filter multicast. One is enough."""
+    discovery: bool = True
+    """Announce and listen on the LAN."""
+    loopback: bool = False
+    """Announce loopback addresses too: several agents on one machine."""
+
+    # --- machine ---
+    memory_limit_bytes: int = 0
+    """What runners may use in all. 0: what is available, less the reserve."""
+    memory_reserve: float = 0.1
+    """Share of usable memory that is never promised. Raising it wastes memory; lowering it risks swapping."""
+    runner_overhead_bytes: int = 192 * 1024**2
+    """What a runner takes before its first layer: 172 MB RSS measured with MLX and mlx-lm imported on Linux."""
+
+    # --- placing ---
+    context_tokens: int = 4096
+    """KV headroom per session when a request places its model. Doubling it doubles the cache bytes."""
+    concurrency: int = 4
+    """Sessions with a full context at once."""
+    prefill_chunk_tokens: int = 512
+    """Longer chunks use the machine better and hold up the others' next token longer."""
+    lease_seconds: float = 15.0
+    """A promise that is not committed lapses after this."""
+    call_timeout_seconds: float = 3.0
+    """A control call to a live node; longer delays the next candidate."""
+    load_stall_seconds: float = 60.0
+    """A runner that loads nothing for this long is given up."""
+    request_queue_limit: int = 64
+    """Requests in this node at once, as their origin; more get 429."""

@@ -1,0 +1,1 @@
+"""How numbers move: loading, stages, sampling. The one room that knows MLX."""

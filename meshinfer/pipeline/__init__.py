@@ -1,0 +1,1 @@
+"""The runner's loop: head, stage, batching, and the channels between runners."""

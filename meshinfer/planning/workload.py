@@ -1,0 +1,33 @@
+"""What a placement is for, and what the operator allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from meshinfer.base.bounds import between, sized
+from meshinfer.base.ids import NodeId
+
+Objective = Literal["latency", "throughput", "fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What to reserve and to optimise for."""
+
+    context_tokens: Annotated[int, between(1, 2**31 - 1)] = 4096
+    """KV headroom per session. Raising it costs cache bytes in every layer."""
+    concurrency: Annotated[int, between(1, 4096)] = 4
+    """Sessions with a full context at once; more wait in the queue."""
+    prompt_tokens: Annotated[int, between(1, 2**31 - 1)] = 256
+    output_tokens: Annotated[int, between(1, 2**31 - 1)] = 256
+    objective: Objective = "latency"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What the operator allows; empty means anything."""
+
+    nodes: Annotated[tuple[NodeId, ...], sized(0, 256)] = ()
+    """Only these."""
+    exclude: Annotated[tuple[NodeId, ...], sized(0, 256)] = ()

@@ -1,0 +1,1 @@
+"""Requests become tokens: election, leases and lifecycle of instances, sessions, text."""

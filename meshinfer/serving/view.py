@@ -1,0 +1,96 @@
+"""What an instance is: derived, by the same pure function on every node, from the live cards.
+
+Nobody owns an instance's state. Each node announces its seats; an instance is `ready` exactly when
+every seat of its placement is announced ready by a live node with the same epoch. What a dead node
+said died with it, so its instances are `broken` everywhere at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from meshinfer.base.ids import InstanceId, NodeId
+from meshinfer.topology.card import SeatReport
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.placement import Placement
+
+InstanceState = Literal["placing", "loading", "ready", "broken"]
+"""placing: not all seats are leased yet. loading: all seats are there, not all ready. ready: it serves.
+broken: a seat failed, or is missing though the others have moved past their leases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One instance as this node sees it now."""
+
+    instance_id: InstanceId
+    epoch: int
+    placement: Placement
+    state: InstanceState
+    progress: float
+    """Share of all its bytes that are loaded, 0 to 1."""
+    reports: tuple[SeatReport | None, ...]
+    """One per seat of the placement; None where no live node announces it."""
+    error: str = ""
+
+    @property
+    def missing(self) -> tuple[NodeId, ...]:
+        """Nodes whose seat nobody announces."""
+        return tuple(
+            seat.node_id for seat, report in zip(self.placement.seats, self.reports, strict=True) if report is None
+        )
+
+
+def instances(topology: Topology) -> tuple[Instance, ...]:
+    """Every instance that some live node announces a seat of, newest epoch only, sorted by id.
+
+    Two placements that claim one (instance, epoch), after two planners each saw half the mesh: the
+    lower placement id wins on every node, and holders of the other free it.
+    """
+    placements: dict[tuple[InstanceId, int], dict[str, Placement]] = defaultdict(dict)
+    for card in topology.nodes:
+        held = {placement.placement_id: placement for placement in card.placements}
+        for seat in card.seats:
+            if seat.placement_id in held:
+                placements[(seat.instance_id, seat.epoch)][seat.placement_id] = held[seat.placement_id]
+    newest: dict[InstanceId, int] = {}
+    for instance_id, epoch in placements:
+        newest[instance_id] = max(epoch, newest.get(instance_id, 0))
+    found: list[Instance] = []
+    for instance_id, epoch in sorted(newest.items()):
+        rivals = placements[(instance_id, epoch)]
+        found.append(_derive(topology, instance_id, epoch, rivals[min(rivals)]))
+    return tuple(found)
+
+
+def _derive(topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement) -> Instance:
+    reports = tuple(_report(topology, instance_id, epoch, placement, index) for index in range(len(placement.seats)))
+    present = [report for report in reports if report is not None]
+    failed = [report for report in present if report.state == "failed"]
+    progress = sum(report.progress for report in present) / len(reports)
+    state: InstanceState
+    if failed:
+        state = "broken"
+    elif len(present) < len(reports):
+        state = "placing" if all(report.state == "leased" for report in present) else "broken"
+    elif all(report.state == "ready" for report in present):
+        state = "ready"
+    else:
+        state = "loading"
+    error = failed[0].error if failed else ""
+    return Instance(instance_id, epoch, placement, state, progress, reports, error)
+
+
+def _report(
+    topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement, index: int
+) -> SeatReport | None:
+    card = topology.by_id.get(placement.seats[index].node_id)
+    if card is None:
+        return None
+    for seat in card.seats:
+        named = (seat.instance_id, seat.epoch, seat.placement_id, seat.seat_index)
+        if named == (instance_id, epoch, placement.placement_id, index):
+            return seat
+    return None

@@ -1,0 +1,1 @@
+"""Shipped fakes for deterministic simulation: a network, phantom topologies, an exact engine."""

@@ -1,0 +1,1 @@
+"""What the mesh looks like: node cards, directed links, the immutable graph made of them."""

@@ -1,0 +1,95 @@
+"""What a node says of itself.
+
+A card has one writer, its node, and two counters: `incarnation` rises at each start (and to refute
+a rumour), `version` at each change within it. The pair orders cards of one node; nothing orders
+cards of different nodes, and nothing needs to. All sizes are bounded, since a card crosses the
+network in one gossip message of at most 64 KiB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from meshinfer.base.bounds import at_least, between, sized
+from meshinfer.base.ids import InstanceId, ModelId, NodeId, PlacementId
+from meshinfer.topology.placement import Placement
+
+Count = Annotated[int, between(0, 2**63 - 1)]
+ShortText = Annotated[str, sized(0, 128)]
+
+SeatState = Literal["leased", "loading", "linking", "ready", "failed"]
+"""leased: memory promised. loading: a runner reads its layers. linking: loaded, its channels are being
+opened. ready: it can run steps. failed: it cannot, `error` says why; the seat is about to be freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeatReport:
+    """One seat that the node holds, as it is now."""
+
+    instance_id: InstanceId
+    epoch: Count
+    placement_id: PlacementId
+    seat_index: Count
+    state: SeatState
+    progress: Annotated[float, between(0, 1)] = 0.0
+    """Share of the seat's bytes that are loaded."""
+    promised_bytes: Count = 0
+    resident_bytes: Count = 0
+    """What the runner's weights and caches hold now, as its engine counts it."""
+    sessions: Count = 0
+    step_seconds: Annotated[float, at_least(0)] = 0.0
+    """Smoothed time of one decode step in this stage; 0 before the first."""
+    error: Annotated[str, sized(0, 512)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldModel:
+    """A model whose files lie complete and verified in the node's store."""
+
+    model_id: ModelId
+    digest: ShortText
+    file_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCard:
+    """All that a node says of itself."""
+
+    node_id: NodeId
+    incarnation: Count
+    version: Count
+    name: ShortText
+    agent_version: ShortText
+    addresses: Annotated[tuple[ShortText, ...], sized(0, 32)]
+    """`host:port` of its libp2p listener on each usable interface; the hosts serve the runners' channels too."""
+    api_url: ShortText
+    """Where its HTTP API answers; empty if it listens on loopback only."""
+    platform: ShortText
+    accelerator: ShortText
+    cpu_cores: Count
+    memory_total_bytes: Count
+    memory_usable_bytes: Count
+    """What runners may use in all: what the machine can give, or the operator's limit if that is less."""
+    memory_promised_bytes: Count
+    """Leased or loaded; `usable − promised` is free."""
+    runner_overhead_bytes: Count
+    """What a runner takes before its first layer (interpreter, libraries)."""
+    computes_float32: bool
+    """The engine casts float parameters to fp32 here (CPU), so they take 4 bytes whatever the file says."""
+    load: Annotated[float, at_least(0)]
+    """Run queue per core, one minute average."""
+    models: Annotated[tuple[HeldModel, ...], sized(0, 64)] = ()
+    seats: Annotated[tuple[SeatReport, ...], sized(0, 64)] = ()
+    placements: Annotated[tuple[Placement, ...], sized(0, 64)] = ()
+    """The placements that `seats` belong to, whole, so that one card explains itself."""
+    leaving: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Later cards of the same node compare greater."""
+        return (self.incarnation, self.version)
+
+    @property
+    def memory_free_bytes(self) -> int:
+        return max(0, self.memory_usable_bytes - self.memory_promised_bytes)

@@ -1,0 +1,95 @@
+"""The topology: an immutable snapshot of live cards and their links, with a digest.
+
+Equal inputs give equal digests on every node, so a plan can name exactly what it was computed
+from. Nodes are sorted by id; measurements are quantised before they count (two significant
+digits), so that noise in the fifth digit does not make another topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshinfer.base.ids import NodeId, digest_hex
+from meshinfer.topology.card import NodeCard
+from meshinfer.topology.link import Link
+
+
+def quantise(value: float) -> float:
+    """`value` to two significant digits."""
+    return float(f"{value:.1e}")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Live nodes and the links among them."""
+
+    nodes: tuple[NodeCard, ...]
+    """Sorted by node id, one card a node."""
+    links: tuple[Link, ...]
+    """Sorted by (source, target); both ends are in `nodes`."""
+
+    @classmethod
+    def of(cls, cards: Iterable[NodeCard], links: Iterable[Link]) -> Topology:
+        nodes = tuple(sorted(cards, key=lambda card: card.node_id))
+        known = {card.node_id for card in nodes}
+        kept = (link for link in links if link.source in known and link.target in known)
+        return cls(nodes, tuple(sorted(kept, key=lambda link: (link.source, link.target))))
+
+    @cached_property
+    def by_id(self) -> dict[NodeId, NodeCard]:
+        return {card.node_id: card for card in self.nodes}
+
+    @cached_property
+    def link_between(self) -> dict[tuple[NodeId, NodeId], Link]:
+        return {(link.source, link.target): link for link in self.links}
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits over what a plan depends on; not over names, progress or ages."""
+        parts = [
+            repr(
+                (
+                    card.node_id,
+                    card.incarnation,
+                    card.memory_usable_bytes,
+                    card.memory_promised_bytes,
+                    card.computes_float32,
+                    tuple((model.model_id, model.digest) for model in card.models),
+                    tuple((seat.instance_id, seat.epoch, seat.seat_index, seat.state) for seat in card.seats),
+                )
+            ).encode()
+            for card in self.nodes
+        ]
+        parts += [repr((link.source, link.target, quantise(link.rtt_seconds))).encode() for link in self.links]
+        return digest_hex(*parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The shape of `GET /topology`: per node its memory, accelerator and outgoing links."""
+        out: dict[str, Any] = {}
+        for card in self.nodes:
+            out[card.node_id] = {
+                "name": card.name,
+                "memory_bytes": card.memory_usable_bytes,
+                "memory_total_bytes": card.memory_total_bytes,
+                "memory_free_bytes": card.memory_free_bytes,
+                "accelerator": card.accelerator,
+                "addresses": list(card.addresses),
+                "load": card.load,
+                "links": {
+                    link.target: {
+                        "latency_us": round(link.rtt_seconds / 2 * 1e6, 1),
+                        "bandwidth_gbps": round(link.bandwidth_bytes_per_second * 8 / 1e9, 3)
+                        if link.bandwidth_bytes_per_second
+                        else None,
+                        "jitter_us": round(link.jitter_seconds * 1e6, 1),
+                        "loss": link.loss,
+                        "age_seconds": round(link.age_seconds, 1),
+                    }
+                    for link in self.links
+                    if link.source == card.node_id
+                },
+            }
+        return {"digest": self.digest, "nodes": out}

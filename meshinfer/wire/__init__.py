@@ -1,0 +1,1 @@
+"""What crosses the network or a process boundary: messages, their codec, and the runners' frames. Pure."""

@@ -1,0 +1,218 @@
+"""Control messages between agents: each RPC method with its request and its answer.
+
+Methods are versioned in their name (`lease/1`); a node that does not know one answers `refused`,
+so a newer peer can fall back. All numbers are bytes or seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from meshinfer.base.bounds import at_least, between, sized
+from meshinfer.base.ids import InstanceId, ModelId, NodeId, PlacementId
+from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.plan import Refusal
+from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.topology.card import NodeCard
+from meshinfer.topology.link import Link
+from meshinfer.topology.placement import Placement
+
+Epoch = Annotated[int, between(0, 2**32 - 1)]
+Seconds = Annotated[float, between(0, 86400)]
+
+# --- gossip: what a node says of itself ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A node's card and its outgoing links: the only thing that is gossiped."""
+
+    card: NodeCard
+    links: Annotated[tuple[Link, ...], sized(0, 256)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SignedAnnouncement:
+    """An encoded `Announcement` with its author's signature, so that others may pass it on but not change it."""
+
+    author: NodeId
+    payload: Annotated[bytes, sized(1, 64 * 1024)]
+    signature: Annotated[bytes, sized(1, 256)]
+
+
+PULL_VIEW = "view/1"
+
+
+@dataclass(frozen=True, slots=True)
+class PullView:
+    """Asks for every announcement that the peer holds and that is newer than what `known` lists."""
+
+    known: Annotated[tuple[tuple[NodeId, int, int], ...], sized(0, 2048)]
+    """(node, incarnation, version)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewPulled:
+    announcements: Annotated[tuple[SignedAnnouncement, ...], sized(0, 2048)]
+    more: bool = False
+    """The answer was cut at the size bound; ask again."""
+
+
+PING = "ping/1"
+"""The payload comes back as it went: the round trip of a small message, and a sign of life."""
+
+# --- placing ------------------------------------------------------------------------------------
+
+PLACE = "place/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Origin → elected planner: see to it that an instance of this model exists."""
+
+    model_id: ModelId
+    workload: Workload
+    constraints: Constraints = Constraints()
+    placement: Placement | None = None
+    """Exactly this one, instead of planning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The instance that is there now or is being loaded."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    placement: Placement
+    refusals: Annotated[tuple[Refusal, ...], sized(0, 64)] = ()
+
+
+LEASE = "lease/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Planner → seat: promise this much memory to this seat, for a short while."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    placement: Placement
+    seat_index: Annotated[int, between(0, 255)]
+    need_bytes: Annotated[int, at_least(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """The promise lapses by itself after `lapses_in_seconds` unless it is committed."""
+
+    lapses_in_seconds: Seconds
+
+
+COMMIT = "commit/1"
+RELEASE = "release/1"
+
+
+@dataclass(frozen=True, slots=True)
+class SeatRef:
+    """Commit (load it now) or release (free it now) whatever this node holds of the instance's epoch."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    placement_id: PlacementId
+    reason: Annotated[str, sized(0, 256)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It is done; `freed_bytes` where memory was freed."""
+
+    freed_bytes: Annotated[int, at_least(0)] = 0
+
+
+# --- channels -----------------------------------------------------------------------------------
+
+OPEN_CHANNEL = "channel/1"
+ChannelRole = Literal["activations", "samples", "origin"]
+"""activations: stage → next stage. samples: last stage → head. origin: an origin's agent → head or last stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenChannel:
+    """The dialling side's agent → the accepting side's agent: let my runner (or me) in."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    from_seat: Annotated[int, between(-1, 255)]
+    """−1: not a seat but an origin."""
+    to_seat: Annotated[int, between(0, 255)]
+    role: ChannelRole
+    certificate_der: Annotated[bytes, sized(1, 4096)]
+    """The dialler's ephemeral certificate, which the acceptor pins."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOffer:
+    """Where to dial, what to pin, what to say first. The token works once and lapses."""
+
+    hosts: Annotated[tuple[Annotated[str, sized(1, 64)], ...], sized(1, 32)]
+    port: Annotated[int, between(1, 65535)]
+    certificate_der: Annotated[bytes, sized(1, 4096)]
+    token: Annotated[bytes, sized(16, 64)]
+
+
+# --- models -------------------------------------------------------------------------------------
+
+MODEL_INFO = "model/1"
+MODEL_CHUNK = "model-chunk/1"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfoRequest:
+    model_id: ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a model in a store."""
+
+    name: Annotated[str, sized(1, 200)]
+    size_bytes: Annotated[int, between(0, 2**53)]
+    sha256: Annotated[str, sized(64, 64)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a node that holds the model knows of it."""
+
+    card: ModelCard
+    files: Annotated[tuple[ModelFile, ...], sized(1, 1024)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunkRequest:
+    """A range of one file of a model."""
+
+    model_id: ModelId
+    digest: Annotated[str, sized(1, 128)]
+    name: Annotated[str, sized(1, 200)]
+    offset: Annotated[int, between(0, 2**53)]
+    length: Annotated[int, between(1, 192 * 1024)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunk:
+    data: Annotated[bytes, sized(0, 192 * 1024)]
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """How a handler's error travels back."""
+
+    code: Annotated[str, sized(1, 32)]
+    what: Annotated[str, sized(0, 4096)]
+    expected: Annotated[str, sized(0, 1024)] = ""
+    do: Annotated[str, sized(0, 1024)] = ""

@@ -1,0 +1,139 @@
+"""What an agent and one of its runners say to each other, over the socket pair that the runner inherits.
+
+Length-prefixed msgpack, each message a map with its `kind`. Either side's death closes the pair,
+which is the other side's signal: a runner without an agent exits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from meshinfer.base.bounds import at_least, between, sized
+from meshinfer.base.ids import InstanceId
+from meshinfer.topology.placement import Placement
+from meshinfer.wire.codec import Registry
+from meshinfer.wire.messages import ChannelOffer, ChannelRole
+
+# --- agent → runner -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSeat:
+    """First message: what to be."""
+
+    model_path: Annotated[str, sized(1, 4096)]
+    instance_id: InstanceId
+    epoch: Annotated[int, between(0, 2**32 - 1)]
+    placement: Placement
+    seat_index: Annotated[int, between(0, 255)]
+    bind_host: Annotated[str, sized(1, 64)]
+    """Where to listen for channels: loopback for a node that serves only itself, else all interfaces
+    (nothing is served without a pinned certificate and a one-time token)."""
+    prefill_chunk_tokens: Annotated[int, between(1, 65536)]
+    memory_limit_bytes: Annotated[int, at_least(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectChannel:
+    """Somebody holding this certificate's key will dial with this token; it works once, within the deadline."""
+
+    role: ChannelRole
+    from_seat: Annotated[int, between(-1, 255)]
+    certificate_der: Annotated[bytes, sized(1, 4096)]
+    token: Annotated[bytes, sized(16, 64)]
+    lapses_in_seconds: Annotated[float, between(0, 600)]
+
+
+@dataclass(frozen=True, slots=True)
+class DialChannel:
+    """Open the channel to that seat: activations to the next stage, samples from the last stage to the head."""
+
+    role: ChannelRole
+    to_seat: Annotated[int, between(0, 255)]
+    offer: ChannelOffer
+
+
+@dataclass(frozen=True, slots=True)
+class StopRunner:
+    """End now: free everything, exit 0."""
+
+
+AgentMessage = LoadSeat | ExpectChannel | DialChannel | StopRunner
+
+# --- runner → agent -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The runner is up: where its channels listen, and its ephemeral certificate."""
+
+    port: Annotated[int, between(1, 65535)]
+    certificate_der: Annotated[bytes, sized(1, 4096)]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    loaded_bytes: Annotated[int, at_least(0)]
+    total_bytes: Annotated[int, at_least(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All layers are resident and one warm-up step has run."""
+
+    active_bytes: Annotated[int, at_least(0)]
+    """As the engine counts it."""
+    resident_bytes: Annotated[int, at_least(0)]
+    """As the kernel counts it (RSS)."""
+    seconds: Annotated[float, at_least(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """Every channel that this seat needs is open: it can run steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Twice a second, and it means progress: the MLX thread writes `steps`, not the thread that sends this."""
+
+    steps: Annotated[int, at_least(0)]
+    busy_seconds: Annotated[float, at_least(0)]
+    """How long the current step has been running; 0 when idle."""
+    sessions: Annotated[int, at_least(0)]
+    waiting: Annotated[int, at_least(0)]
+    """Sessions in the head's queue."""
+    active_bytes: Annotated[int, at_least(0)]
+    cache_bytes: Annotated[int, at_least(0)]
+    resident_bytes: Annotated[int, at_least(0)]
+    step_seconds: Annotated[float, at_least(0)]
+    """Smoothed decode step of this stage alone."""
+    tokens: Annotated[int, at_least(0)]
+    """Tokens sampled since start (last stage)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelLost:
+    """A channel to another seat broke: this instance cannot go on."""
+
+    role: ChannelRole
+    seat: Annotated[int, between(-1, 255)]
+    reason: Annotated[str, sized(0, 512)]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerFailed:
+    """It cannot be this seat; the process ends after this."""
+
+    code: Annotated[str, sized(1, 32)]
+    what: Annotated[str, sized(0, 2048)]
+    expected: Annotated[str, sized(0, 512)] = ""
+    do: Annotated[str, sized(0, 512)] = ""
+
+
+RunnerMessage = Listening | Loading | Loaded | Linked | Heartbeat | ChannelLost | RunnerFailed
+RunnerPhase = Literal["starting", "loading", "linking", "ready"]
+
+AGENT_MESSAGES = Registry(LoadSeat, ExpectChannel, DialChannel, StopRunner)
+RUNNER_MESSAGES = Registry(Listening, Loading, Loaded, Linked, Heartbeat, ChannelLost, RunnerFailed)
