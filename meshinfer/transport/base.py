@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import trio
+from trio import TaskStatus
 
 from meshinfer.base.ids import NodeId
 
@@ -87,7 +88,7 @@ class Transport(Protocol):
         """The IP address of the live connection to `peer`: an address that is known to work; None if not connected."""
         ...
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Listen and serve until cancelled. Raises BadInput if the port is in use."""
         ...
 

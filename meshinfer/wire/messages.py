@@ -73,7 +73,7 @@ class Place:
 
     model_id: ModelId
     workload: Workload
-    constraints: Constraints = Constraints()
+    constraints: Constraints
     placement: Placement | None = None
     """Exactly this one, instead of planning."""
 
