@@ -40,9 +40,9 @@ _find_python() {
 # usage: _install_system WHAT-FOR  APT-PACKAGES  DNF-PACKAGES  PACMAN-PACKAGES
 _install_system() {
     if command -v apt-get >/dev/null 2>&1; then
-        refresh="apt-get update -qq" install="apt-get install -y -qq --no-install-recommends $2"
+        refresh="apt-get update -q" install="apt-get install -y -q --no-install-recommends $2"
     elif command -v dnf >/dev/null 2>&1; then
-        refresh=":" install="dnf install -y -q $3"
+        refresh="true" install="dnf install -y -q $3"
     elif command -v pacman >/dev/null 2>&1; then
         refresh="pacman -Sy" install="pacman -S --noconfirm --needed $4"
     else
@@ -53,16 +53,17 @@ _install_system() {
     if [ "$(id -u)" = 0 ]; then
         as_root=""
     elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
-        as_root="sudo -n"
+        as_root="sudo -n" # fails rather than asks
     else
-        say "Missing: $1. Run this once, then start again:"
-        say "    sudo sh -c '$refresh && $install'"
+        say "Missing: $1. Run this once, as root, then start again:"
+        if [ "$refresh" = true ]; then say "    $install"; else say "    $refresh && $install"; fi
         return 1
     fi
     say "Installing $1: $install"
-    # -n keeps sudo from asking; the environment variable keeps Debian's packages from asking.
-    # shellcheck disable=SC2086  # words are meant to split
-    if ! { $as_root $refresh && $as_root env DEBIAN_FRONTEND=noninteractive $install; } >&2 </dev/null; then
+    # Debian's packages ask questions on install unless told not to. Words are meant to split.
+    # shellcheck disable=SC2086
+    if ! { $as_root $refresh && $as_root env DEBIAN_FRONTEND=noninteractive $install; } >"$log" 2>&1 </dev/null; then
+        tail -n 20 "$log" >&2
         say "That failed. Missing: $1."
         return 1
     fi
@@ -78,41 +79,52 @@ _can_build() {
         $compiler ${CFLAGS-} -I"$include" -E -x c - >/dev/null 2>&1
 }
 
-_system_for_build() {
-    if [ "$(uname -s)" = Darwin ] && command -v brew >/dev/null 2>&1 && brew --prefix gmp >/dev/null 2>&1; then
-        # Homebrew's folder is not on the compiler's path.
-        CFLAGS="-I$(brew --prefix gmp)/include ${CFLAGS-}" LDFLAGS="-L$(brew --prefix gmp)/lib ${LDFLAGS-}"
-        export CFLAGS LDFLAGS
-    fi
-    if _can_build "$1"; then return; fi
-    version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-    if [ "$(uname -s)" = Darwin ]; then
-        # Up to 3.12 there is a wheel, and nothing is compiled.
-        case "$version" in 3.11 | 3.12) return ;; esac
-        say "A dependency of libp2p has to be compiled for Python $version, with GMP. Run these once, then start again:"
-        say "    xcode-select --install"
-        say "    brew install gmp"
+# All that the system has to have before pip can do the rest: named, and installed, in one go.
+# usage: _prepare_linux PYTHON
+_prepare_linux() {
+    # Said here, since pip would only say "no matching distribution".
+    if ! getconf GNU_LIBC_VERSION >/dev/null 2>&1; then
+        say "MLX, the engine, is published for Linux systems with glibc 2.35 or newer; this one has another C library."
+        say "Use Debian 12, Ubuntu 22.04, Fedora 36 or newer (a container will do)."
         return 1
     fi
-    _install_system "a C compiler with the headers of GMP and Python (for a dependency of libp2p)" \
-        "gcc libc6-dev libgmp-dev python$version-dev" \
-        "gcc gmp-devel python$([ "$("$1" -P -c 'import sys; print(sys.executable)')" = /usr/bin/python3 ] && echo 3 || echo "$version")-devel" \
-        "gcc gmp" || return 1
-    if ! _can_build "$1"; then
-        say "The headers of Python $version or of GMP are still missing for $1."
+    what="" apt="" dnf="" pacman=""
+    version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    if ! "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+        what="Python's venv module" apt="python$version-venv" dnf="python3" pacman="python"
+    fi
+    if ! { "$PYTHON" -c 'import fastecdsa' || _can_build "$1"; } >/dev/null 2>&1; then
+        what="${what:+$what and }a C compiler with the headers of GMP and Python (a dependency of libp2p is compiled)"
+        apt="$apt gcc libc6-dev libgmp-dev python$version-dev"
+        # Fedora's own Python has the package without the minor version.
+        if [ "$1" = /usr/bin/python3 ]; then dnf="gcc gmp-devel python3-devel"; else dnf="gcc gmp-devel python$version-devel"; fi
+        pacman="$pacman gcc gmp"
+    fi
+    if [ -n "$what" ]; then _install_system "$what" "$apt" "$dnf" "$pacman" || return 1; fi
+    if ! { "$PYTHON" -c 'import fastecdsa' || _can_build "$1"; } >/dev/null 2>&1; then
+        say "The headers of Python $version (for $1) or of GMP are still missing."
         say "If that Python did not come from your package manager, install its development files, or name another"
         say "Python:   MESHINFER_PYTHON=/usr/bin/python3 $0"
         return 1
     fi
 }
 
-_check_platform() {
-    # Said here, since pip would only say "no matching distribution".
-    if [ "$(uname -s)" = Linux ] && ! getconf GNU_LIBC_VERSION >/dev/null 2>&1; then
-        say "MLX, the engine, is published for Linux systems with glibc 2.35 or newer; this one has another C library."
-        say "Use Debian 12, Ubuntu 22.04, Fedora 36 or newer (a container will do)."
-        return 1
+# usage: _prepare_macos PYTHON
+_prepare_macos() {
+    if gmp=$(brew --prefix --installed gmp 2>/dev/null); then
+        # Homebrew's folder is not on the compiler's path.
+        CFLAGS="-I$gmp/include ${CFLAGS-}" LDFLAGS="-L$gmp/lib ${LDFLAGS-}"
+        export CFLAGS LDFLAGS
     fi
+    # Up to 3.12 there is a wheel, and nothing is compiled.
+    version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    case "$version" in 3.11 | 3.12) return ;; esac
+    if { "$PYTHON" -c 'import fastecdsa' || _can_build "$1"; } >/dev/null 2>&1; then return; fi
+    say "A dependency of libp2p has to be compiled for Python $version, with GMP. Run these once, then start again:"
+    say "    xcode-select --install"
+    say "    brew install gmp"
+    say "or use a Python for which there is a wheel:   MESHINFER_PYTHON=python3.12 $0"
+    return 1
 }
 
 # --- the environment ---------------------------------------------------------------------------
@@ -139,24 +151,24 @@ environment() {
     # shellcheck disable=SC2086
     if _is_current $wanted; then return; fi
 
-    _check_platform || return 1
-    if ! { [ -x "$PYTHON" ] && _fits "$PYTHON" && "$PYTHON" -m pip --version; } >/dev/null 2>&1; then
-        base=$(_find_python) || return 1
-        if ! "$base" -c 'import ensurepip, venv' >/dev/null 2>&1; then
-            version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-            _install_system "Python's venv module" "python$version-venv" "python3" "python" || return 1
-        fi
+    base=$(_find_python) || return 1
+    log=$(mktemp) || return 1
+    trap 'rm -f "$log"' EXIT
+    case "$(uname -s)" in
+        Darwin) _prepare_macos "$base" || return 1 ;;
+        *) _prepare_linux "$base" || return 1 ;;
+    esac
+    if ! { _fits "$PYTHON" && "$PYTHON" -m pip --version; } >/dev/null 2>&1; then
         say "Making a virtual environment in $venv with $("$base" --version)"
         "$base" -m venv --clear "$venv" || return 1
     fi
-    if ! "$PYTHON" -c 'import fastecdsa' >/dev/null 2>&1; then
-        _system_for_build "$PYTHON" || return 1
-    fi
     say "Installing meshinfer and what it needs (the first time takes a minute or two)"
-    if ! "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$root$extras" >&2; then
-        say "pip could not install everything; its messages are above. Start again once the cause is gone:"
+    if ! "$PYTHON" -m pip install --disable-pip-version-check -e "$root$extras" >"$log" 2>&1; then
+        tail -n 40 "$log" >&2
+        say "pip could not install everything; its last messages are above. Start again once the cause is gone:"
         say "what is already there is kept."
         return 1
     fi
     _stamp_text >"$venv/.meshinfer-$1"
+    rm -f "$log"
 }
