@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import trio
-
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, SessionId
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Preview
 from meshinfer.planning.workload import Constraints, Workload
-from meshinfer.serving.requests import GenerateEvent, GenerateRequest
+from meshinfer.serving.events import EventStream
+from meshinfer.serving.requests import GenerateRequest
 from meshinfer.serving.view import Instance
 from meshinfer.topology.graph import Topology
 from meshinfer.wire.messages import Place
@@ -72,12 +71,10 @@ class Backend(Protocol):
         """Raises UnknownInstance."""
         ...
 
-    def generate(
-        self, request: GenerateRequest
-    ) -> AbstractAsyncContextManager[trio.MemoryReceiveChannel[GenerateEvent]]:
-        """Run `request`. Events end with `Finished`, or the channel raises a MeshinferError on receive.
+    def generate(self, request: GenerateRequest) -> AbstractAsyncContextManager[EventStream]:
+        """Run `request`. Events end with `Finished`; the stream's `receive` raises a MeshinferError if it fails.
 
-        Leaving the context cancels the session on every stage.
+        Entering raises NoRoom when this node's queue is full. Leaving cancels the session on every stage.
         """
         ...
 

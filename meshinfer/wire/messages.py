@@ -103,10 +103,15 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Leased:
-    """The promise lapses by itself after `lapses_in_seconds` unless it is committed."""
+class LeaseAnswer:
+    """Seat → planner: promised, or not and why."""
 
-    lapses_in_seconds: Seconds
+    granted: bool
+    lapses_in_seconds: Seconds = 0.0
+    """The promise ends by itself after this unless it is committed."""
+    newest_epoch: Epoch = 0
+    """Where the epoch was stale: the newest that the node has seen of this instance."""
+    why: Annotated[str, sized(0, 2048)] = ""
 
 
 COMMIT = "commit/1"

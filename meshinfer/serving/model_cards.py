@@ -1,0 +1,88 @@
+"""Model cards at hand: from this node's store, or asked of a peer that holds the model. Bounded, by digest."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from meshinfer.base.errors import MeshinferError, PeerLost, UnknownModel
+from meshinfer.base.ids import ModelId, NodeId
+from meshinfer.topology.graph import Topology
+from meshinfer.transport.base import Transport
+from meshinfer.wire.codec import decode, encode
+from meshinfer.wire.messages import MODEL_INFO, ModelInfo, ModelInfoRequest
+
+REMEMBERED_CARDS = 64
+"""Peers' model cards kept; one takes about 10 KB."""
+
+
+class ModelCards:
+    """`model_id → ModelInfo` for every model that some live node holds."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        topology: Callable[[], Topology],
+        local: Callable[[ModelId], ModelInfo | None],
+        timeout_seconds: float,
+    ) -> None:
+        self._transport = transport
+        self._topology = topology
+        self._local = local
+        self._timeout_seconds = timeout_seconds
+        self._remembered: OrderedDict[str, ModelInfo] = OrderedDict()
+        transport.serve(MODEL_INFO, self._answer)
+
+    def holders(self, model_id: ModelId) -> dict[NodeId, str]:
+        """Live nodes that hold `model_id`, each with its digest."""
+        return {
+            card.node_id: held.digest
+            for card in self._topology().nodes
+            for held in card.models
+            if held.model_id == model_id and not card.leaving
+        }
+
+    async def get(self, model_id: ModelId) -> ModelInfo:
+        """What is known of `model_id`.
+
+        Raises:
+            UnknownModel: no live node holds it.
+            PeerLost: those that hold it do not answer.
+        """
+        local = self._local(model_id)
+        if local is not None:
+            return local
+        holders = self.holders(model_id)
+        if not holders:
+            raise UnknownModel(
+                f"no live node holds the model {model_id!r}",
+                expected="a model that `meshinfer models list` or GET /v1/models shows",
+                do=f"run `meshinfer models pull {model_id}` on a node",
+            )
+        for digest in holders.values():
+            if digest in self._remembered:
+                self._remembered.move_to_end(digest)
+                return self._remembered[digest]
+        failure: MeshinferError | None = None
+        for node_id in sorted(holders):
+            try:
+                request = encode(ModelInfoRequest(model_id))
+                info = decode(
+                    ModelInfo, await self._transport.call(node_id, MODEL_INFO, request, self._timeout_seconds)
+                )
+            except MeshinferError as error:
+                failure = error
+                continue
+            self._remembered[info.card.digest] = info
+            while len(self._remembered) > REMEMBERED_CARDS:
+                self._remembered.popitem(last=False)
+            return info
+        raise PeerLost(f"no node that holds {model_id} answers: {failure}", do="try again in a moment")
+
+    async def _answer(self, peer: NodeId, payload: bytes) -> bytes:
+        del peer
+        model_id = decode(ModelInfoRequest, payload).model_id
+        local = self._local(model_id)
+        if local is None:
+            raise UnknownModel(f"this node does not hold {model_id[:128]!r}")
+        return encode(local)

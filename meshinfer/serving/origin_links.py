@@ -1,0 +1,211 @@
+"""An origin's channels to the runners of an instance, shared by all its sessions there.
+
+One link per (instance, epoch): a channel to the head, on which sessions are opened and cancelled,
+and one to the last stage, from which tokens come straight here (one and the same channel where a
+single seat is both). Records are handed to their session's queue; a lost channel ends every session
+on it at once, which is how the data path notices a dead node before any gossip does.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import trio
+
+from meshinfer.base.errors import DeadlineExceeded, MeshinferError, PeerLost, Refused
+from meshinfer.base.ids import InstanceId, SessionId
+from meshinfer.serving.ports import OriginChannel, Ports
+from meshinfer.serving.seat_service import LISTEN_WAIT_SECONDS, SeatService
+from meshinfer.serving.view import Instance
+from meshinfer.wire.codec import decode, encode
+from meshinfer.wire.messages import OPEN_CHANNEL, ChannelOffer, OpenChannel
+from meshinfer.wire.records import CancelSession, OpenSession, RunnerRecord
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+"""For both channels of a link: an offer each (one round trip and the runner's answer), a dial, a TLS handshake."""
+SEND_SECONDS = 5.0
+"""For one record on the way to the head. Longer means that the head does not read: it makes no progress."""
+IDLE_SECONDS = 60.0
+"""An unused link is closed after this; opening one costs some ten milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKey:
+    instance_id: InstanceId
+    epoch: int
+
+
+class OriginLink:
+    """The channels to one instance."""
+
+    def __init__(self, instance: Instance, head: OriginChannel, last: OriginChannel) -> None:
+        self.instance = instance
+        self._channels = (head,) if head is last else (head, last)
+        self._queues: dict[SessionId, trio.MemorySendChannel[RunnerRecord]] = {}
+        """All and only sessions that are open on this link."""
+        self._send_lock = trio.Lock()
+        self.lost: str = ""
+        """Why it is gone; empty while it works."""
+        self.idle_since: float = trio.current_time()
+
+    @property
+    def sessions(self) -> int:
+        return len(self._queues)
+
+    async def open(self, session: OpenSession) -> trio.MemoryReceiveChannel[RunnerRecord]:
+        """Start a session; its records arrive on the returned channel, which closes when the link is lost."""
+        if self.lost:
+            raise PeerLost(self.lost)
+        # Every record of a session fits: one a token, a few signs of life (older ones are dropped when it is full).
+        send, receive = trio.open_memory_channel[RunnerRecord](session.max_new_tokens + 64)
+        self._queues[session.session_id] = send
+        await self._send(session)
+        return receive
+
+    async def end(self, session_id: SessionId, *, cancel: bool) -> None:
+        """Forget a session; with `cancel`, tell the head so that every stage frees it."""
+        queue = self._queues.pop(session_id, None)
+        if queue is not None:
+            queue.close()
+        if not self._queues:
+            self.idle_since = trio.current_time()
+        if cancel and not self.lost:
+            with trio.move_on_after(1.0, shield=True):
+                try:
+                    await self._send(CancelSession(session_id))
+                except MeshinferError as error:
+                    log.debug("session %s: the cancel did not reach the head: %s", session_id, error)
+
+    async def run(self, ports: Ports) -> None:
+        """Hand out records until a channel or a node is lost."""
+        async with trio.open_nursery() as nursery:
+            for channel in self._channels:
+                nursery.start_soon(self._read, channel, nursery.cancel_scope)
+            # A stopped machine keeps its sockets open, so the channels may stay silent: the view tells.
+            while True:
+                nodes = ports.topology().by_id
+                gone = [node for node in self.instance.placement.node_ids if node not in nodes]
+                if gone:
+                    self.lost = f"node {gone[0]} is gone"
+                    nursery.cancel_scope.cancel()
+                await ports.next_change()
+
+    async def aclose(self, why: str) -> None:
+        """End every session on this link with `why`."""
+        self.lost = self.lost or why
+        for queue in self._queues.values():
+            queue.close()
+        self._queues.clear()
+        with trio.move_on_after(1.0, shield=True):
+            for channel in self._channels:
+                await channel.aclose()
+
+    async def _send(self, record: OpenSession | CancelSession) -> None:
+        try:
+            with trio.fail_after(SEND_SECONDS):
+                async with self._send_lock:
+                    await self._channels[0].send(record)
+        except trio.TooSlowError as error:
+            raise PeerLost(
+                f"the head of {self.instance.instance_id} took no record for {SEND_SECONDS:.0f} s"
+            ) from error
+
+    async def _read(self, channel: OriginChannel, scope: trio.CancelScope) -> None:
+        try:
+            while True:
+                record = await channel.receive()
+                queue = self._queues.get(record.session_id)
+                if queue is not None:
+                    try:
+                        queue.send_nowait(record)
+                    except trio.WouldBlock:
+                        log.debug("session %s: a sign of life dropped", record.session_id)
+                    except trio.BrokenResourceError:
+                        self._queues.pop(record.session_id, None)
+        except MeshinferError as error:
+            self.lost = str(error)
+            scope.cancel()
+
+
+class OriginLinks:
+    """All links of this origin. `run` owns their tasks."""
+
+    def __init__(self, ports: Ports, seats: SeatService) -> None:
+        self._ports = ports
+        self._seats = seats
+        self._links: dict[LinkKey, OriginLink] = {}
+        self._connecting: dict[LinkKey, trio.Lock] = {}
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            while True:
+                await trio.sleep(IDLE_SECONDS / 4)
+                for link in list(self._links.values()):
+                    if link.sessions == 0 and trio.current_time() - link.idle_since > IDLE_SECONDS:
+                        await link.aclose("it was not used")
+
+    async def get(self, instance: Instance) -> OriginLink:
+        """The link to `instance`, opened if need be.
+
+        Raises:
+            PeerLost: its runners cannot be reached.
+        """
+        key = LinkKey(instance.instance_id, instance.epoch)
+        lock = self._connecting.setdefault(key, trio.Lock())
+        try:
+            async with lock:
+                link = self._links.get(key)
+                if link is None or link.lost:
+                    link = await self._connect(instance)
+                    self._links[key] = link
+                    assert self._nursery is not None
+                    self._nursery.start_soon(self._keep, key, link)
+                return link
+        finally:
+            if not lock.locked():
+                self._connecting.pop(key, None)
+
+    async def _keep(self, key: LinkKey, link: OriginLink) -> None:
+        try:
+            await link.run(self._ports)
+        finally:
+            if self._links.get(key) is link:
+                del self._links[key]
+            await link.aclose(link.lost or "this node is ending")
+
+    async def _connect(self, instance: Instance) -> OriginLink:
+        try:
+            with trio.fail_after(CONNECT_SECONDS):
+                last_index = len(instance.placement.seats) - 1
+                # The last stage first: it must know where to send tokens before the head lets a session in.
+                last = await self._dial(instance, last_index)
+                head = last if last_index == 0 else await self._dial(instance, 0)
+        except trio.TooSlowError as error:
+            raise PeerLost(
+                f"the runners of instance {instance.instance_id} did not answer within {CONNECT_SECONDS:.0f} s"
+            ) from error
+        return OriginLink(instance, head, last)
+
+    async def _dial(self, instance: Instance, seat_index: int) -> OriginChannel:
+        node = instance.placement.seats[seat_index].node_id
+        ask = OpenChannel(
+            instance.instance_id, instance.epoch, -1, seat_index, "origin", self._ports.origin_certificate_der
+        )
+        try:
+            if node == self._ports.node_id:
+                offer = await self._seats.offer_channel(node, ask)
+            else:
+                timeout = self._ports.settings.call_timeout_seconds + LISTEN_WAIT_SECONDS
+                offer = decode(ChannelOffer, await self._ports.transport.call(node, OPEN_CHANNEL, encode(ask), timeout))
+                known = self._ports.transport.peer_host(node)
+                if known:
+                    hosts = (known, *(host for host in offer.hosts if host != known))
+                    offer = ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)
+            return await self._ports.open_channel(offer)
+        except (Refused, DeadlineExceeded) as error:
+            raise PeerLost(f"seat {seat_index} of instance {instance.instance_id} is not there: {error}") from error

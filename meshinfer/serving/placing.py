@@ -1,0 +1,362 @@
+"""From a model id to a ready instance, without a leader.
+
+The origin looks at the derived instances first. If none is ready or on its way, it asks the nodes
+in the order that rendezvous hashing gives for the model, so that all origins that want one model
+at once meet at one planner; a planner that does not answer by its deadline is passed over, the
+origin itself comes last. The planner plans (a pure function), leases every seat, commits, and says
+what it placed; a refusal or a timeout releases all, and the next candidate is tried.
+
+    origin ── place ──▶ planner ── lease ──▶ every seat (each decides by its own memory)
+                                ◀─ granted ─
+                                ── commit ─▶ every seat: loads, links, announces `ready`
+           ◀─ placed ──
+    origin waits until its own view derives `ready`
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import trio
+
+from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NoRoom, PeerLost, UnknownInstance
+from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
+from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.plan import Plan, Preview, Refusal
+from meshinfer.planning.planner import plan, validate_placement
+from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.serving.election import elect
+from meshinfer.serving.ports import Ports
+from meshinfer.serving.requests import Waiting
+from meshinfer.serving.seat_service import SeatService
+from meshinfer.serving.view import Instance
+from meshinfer.topology.card import NodeCard
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.placement import Placement
+from meshinfer.wire.codec import decode, encode
+from meshinfer.wire.messages import (
+    COMMIT,
+    LEASE,
+    PLACE,
+    RELEASE,
+    Done,
+    Lease,
+    LeaseAnswer,
+    Place,
+    Placed,
+    SeatRef,
+)
+
+A = TypeVar("A", LeaseAnswer, Done)
+
+log = logging.getLogger(__name__)
+
+PLACE_TIMEOUT_SECONDS = 10.0
+"""For a planner's answer: a model card asked of a peer, and a few candidates' leases, each bounded by the call
+timeout. A planner that dies meanwhile is noticed as a lost peer, sooner."""
+EPOCH_TRIES = 3
+"""A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
+PLACING_TRIES = 3
+"""How often one request asks for its model to be placed before its last failure is the answer."""
+ANNOUNCE_SECONDS = 5.0
+"""How long a placement may take to show in the view (gossip on change takes milliseconds)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _JustPlaced:
+    placed: Placed
+    until: float
+
+
+class Placer:
+    """Both roles: the origin that wants an instance, and the planner that was elected to place it."""
+
+    def __init__(self, ports: Ports, seats: SeatService) -> None:
+        self._ports = ports
+        self._seats = seats
+        self._planning: dict[ModelId, trio.Lock] = {}
+        """One placing at a time for each model; the locks of idle models are dropped."""
+        self._just_placed: dict[InstanceId, _JustPlaced] = {}
+        """What was placed here and may not be in the view yet."""
+        ports.transport.serve(PLACE, self._on_place)
+
+    # --- the origin's side ----------------------------------------------------------------------
+
+    async def ready_instance(
+        self, model_id: ModelId, workload: Workload, waiting: Callable[[Waiting], None]
+    ) -> Instance:
+        """An instance of `model_id` that is ready, placed and loaded if need be.
+
+        Waits as long as there is progress; the caller brings the deadline of the request.
+
+        Raises:
+            UnknownModel, NoRoom, BadInput: as the planner said.
+            PeerLost: no planner answers, or what was placed broke again and again; with the last reason.
+        """
+        failure = "no planner answered"
+        for _ in range(PLACING_TRIES):
+            instance = self._instance_of(model_id)
+            if instance is None or instance.state == "broken":
+                waiting(Waiting("planning", 0.0))
+                placed = await self.place(Place(model_id, workload, Constraints()))
+                instance = await self._appears(placed)
+            while instance is not None and instance.state in {"placing", "loading"}:
+                waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
+                await self._ports.next_change()
+                now = self._instance_of(model_id)
+                if now is None or now.state == "broken":
+                    failure = (
+                        now and now.error
+                    ) or f"a node of instance {instance.instance_id} was lost while it loaded"
+                instance = now
+            if instance is not None and instance.state == "ready":
+                return instance
+        raise PeerLost(f"{model_id} could not be loaded: {failure}", do="look at `meshinfer status`, then try again")
+
+    async def place(self, ask: Place) -> Placed:
+        """Have the elected planner place it; the next in order where one does not answer."""
+        order = [node for node in elect(ask.model_id, self._ports.topology().by_id) if node != self._ports.node_id]
+        elected_is_self = elect(ask.model_id, self._ports.topology().by_id)[:1] == (self._ports.node_id,)
+        for planner in () if elected_is_self else order:
+            try:
+                answer = await self._ports.transport.call(planner, PLACE, encode(ask), PLACE_TIMEOUT_SECONDS)
+                return decode(Placed, answer)
+            except (PeerLost, DeadlineExceeded) as error:
+                log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
+        return await self.place_here(ask)
+
+    async def delete(self, instance_id: InstanceId) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
+        """Free an instance on every node: bytes freed by each, and who did not confirm.
+
+        Raises:
+            UnknownInstance: no live node announces it.
+        """
+        found = [instance for instance in self._ports.instances() if instance.instance_id == instance_id]
+        if not found:
+            raise UnknownInstance(
+                f"no instance {instance_id[:64]!r}",
+                expected=f"one of {[i.instance_id for i in self._ports.instances()] or 'none: nothing is placed'}",
+            )
+        instance = found[0]
+        self._just_placed.pop(instance_id, None)
+        ref = SeatRef(instance_id, instance.epoch, instance.placement.placement_id, "deleted")
+        freed: dict[NodeId, int] = {}
+        unconfirmed: list[NodeId] = []
+
+        async def release(node: NodeId) -> None:
+            try:
+                freed[node] = (await self._call_seat(node, RELEASE, ref, Done)).freed_bytes
+            except MeshinferError as error:
+                log.warning("node %s did not confirm the release of %s: %s", node, instance_id, error)
+                unconfirmed.append(node)
+
+        async with trio.open_nursery() as nursery:
+            for node in instance.placement.node_ids:
+                nursery.start_soon(release, node)
+        return freed, tuple(sorted(unconfirmed))
+
+    # --- the planner's side ---------------------------------------------------------------------
+
+    async def preview(self, model_id: ModelId, workload: Workload, constraints: Constraints) -> Preview:
+        """What could be placed now, and what could not and why."""
+        info = await self._ports.model_cards.get(model_id)
+        return plan(self._ports.topology(), info.card, workload, constraints)
+
+    async def place_here(self, ask: Place) -> Placed:
+        """Place it as the planner.
+
+        Raises:
+            UnknownModel, BadInput, NoRoom: it cannot be, with the numbers.
+        """
+        lock = self._planning.setdefault(ask.model_id, trio.Lock())
+        try:
+            async with lock:
+                return await self._place_alone(ask)
+        finally:
+            if not lock.locked():
+                self._planning.pop(ask.model_id, None)
+
+    async def _place_alone(self, ask: Place) -> Placed:
+        existing = self._existing(ask)
+        if existing is not None:
+            return existing
+        info = await self._ports.model_cards.get(ask.model_id)
+        instance_id, old = self._free_instance_id(ask.model_id)
+        topology = _with_memory_of(self._ports.topology(), old)
+        plans, refusals = self._candidates(ask, info.card, topology)
+        if not plans:
+            raise NoRoom(
+                refusals[0].explanation if refusals else f"no live node can hold {ask.model_id}",
+                do="`meshinfer plan` shows every candidate with its numbers",
+            )
+        epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
+        failures: list[str] = []
+        for candidate in plans:
+            why = ""
+            for _ in range(EPOCH_TRIES):
+                newest, why = await self._lease_all(instance_id, epoch, candidate)
+                if not why:
+                    placed = Placed(instance_id, epoch, candidate.placement, tuple(refusals[:64]))
+                    why = await self._commit_all(placed)
+                    if not why:
+                        self._remember(placed)
+                        return placed
+                await self._release_all(instance_id, epoch, candidate.placement, "its placing failed")
+                epoch = max(epoch, newest) + 1
+                if not newest:
+                    break
+            failures.append(why)
+        raise NoRoom(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
+
+    def _candidates(self, ask: Place, card: ModelCard, topology: Topology) -> tuple[list[Plan], list[Refusal]]:
+        if ask.placement is not None:
+            verdict = validate_placement(ask.placement, topology, card)
+            return ([verdict], []) if isinstance(verdict, Plan) else ([], [verdict])
+        preview = plan(topology, card, ask.workload, ask.constraints)
+        return list(preview.plans), list(preview.refusals)
+
+    def _existing(self, ask: Place) -> Placed | None:
+        """An instance that already is (or is becoming) what is asked for."""
+        now = trio.current_time()
+        self._just_placed = {key: just for key, just in self._just_placed.items() if just.until > now}
+        for instance in self._instances_of(ask.model_id):
+            wanted = ask.placement is None or ask.placement.placement_id == instance.placement.placement_id
+            if wanted and instance.state != "broken":
+                return Placed(instance.instance_id, instance.epoch, instance.placement)
+        seen = {instance.instance_id for instance in self._ports.instances()}
+        for just in self._just_placed.values():
+            placement = just.placed.placement
+            same = placement == ask.placement if ask.placement else placement.model_id == ask.model_id
+            if (
+                same
+                and just.placed.instance_id not in seen
+                and set(placement.node_ids) <= set(self._ports.topology().by_id)
+            ):
+                return just.placed
+        return None
+
+    def _free_instance_id(self, model_id: ModelId) -> tuple[InstanceId, Instance | None]:
+        """The id to place under: the first replica that is not in use, with the broken instance that it replaces."""
+        by_id = {instance.instance_id: instance for instance in self._instances_of(model_id)}
+        replica = 0
+        while True:
+            instance_id = instance_id_for(model_id, replica)
+            old = by_id.get(instance_id)
+            if old is None or old.state == "broken":
+                return instance_id, old
+            replica += 1
+
+    async def _lease_all(self, instance_id: InstanceId, epoch: int, candidate: Plan) -> tuple[int, str]:
+        """(newest epoch that a seat has seen or 0, why it failed or '')."""
+        answers: dict[int, LeaseAnswer] = {}
+        placement = candidate.placement
+
+        async def lease(index: int) -> None:
+            ask = Lease(instance_id, epoch, placement, index, candidate.memory[index].need_bytes)
+            try:
+                answers[index] = await self._call_seat(placement.seats[index].node_id, LEASE, ask, LeaseAnswer)
+            except MeshinferError as error:
+                answers[index] = LeaseAnswer(granted=False, why=str(error)[:2048])
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(placement.seats)):
+                nursery.start_soon(lease, index)
+        refused = [(index, answer) for index, answer in sorted(answers.items()) if not answer.granted]
+        why = "; ".join(
+            f"seat {index} on {self._name(placement.seats[index].node_id)}: {a.why}" for index, a in refused
+        )
+        return max((answer.newest_epoch for answer in answers.values()), default=0), why
+
+    async def _commit_all(self, placed: Placed) -> str:
+        """Why it failed, or ''."""
+        ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)
+        failures: list[str] = []
+
+        async def commit(node: NodeId) -> None:
+            try:
+                await self._call_seat(node, COMMIT, ref, Done)
+            except MeshinferError as error:
+                failures.append(f"{self._name(node)}: {error}")
+
+        async with trio.open_nursery() as nursery:
+            for node in placed.placement.node_ids:
+                nursery.start_soon(commit, node)
+        return "; ".join(sorted(failures))
+
+    async def _release_all(self, instance_id: InstanceId, epoch: int, placement: Placement, reason: str) -> None:
+        ref = SeatRef(instance_id, epoch, placement.placement_id, reason)
+
+        async def release(node: NodeId) -> None:
+            try:
+                await self._call_seat(node, RELEASE, ref, Done)
+            except MeshinferError as error:  # its lease lapses by itself
+                log.info("release of %s on %s: %s", instance_id, node, error)
+
+        async with trio.open_nursery() as nursery:
+            for node in placement.node_ids:
+                nursery.start_soon(release, node)
+
+    async def _call_seat(self, node: NodeId, method: str, message: Lease | SeatRef, answer: type[A]) -> A:
+        """One call to a seat's node; this node's own seats without the network."""
+        if node == self._ports.node_id:
+            local: object
+            if isinstance(message, Lease):
+                local = await self._seats.lease(message)
+            elif method == COMMIT:
+                local = await self._seats.commit(message)
+            else:
+                local = await self._seats.release(message)
+            assert isinstance(local, answer)
+            return local
+        timeout = self._ports.settings.call_timeout_seconds
+        return decode(answer, await self._ports.transport.call(node, method, encode(message), timeout))
+
+    async def _on_place(self, peer: NodeId, payload: bytes) -> bytes:
+        del peer
+        return encode(await self.place_here(decode(Place, payload)))
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def _instances_of(self, model_id: ModelId) -> list[Instance]:
+        return [instance for instance in self._ports.instances() if instance.placement.model_id == model_id]
+
+    def _instance_of(self, model_id: ModelId) -> Instance | None:
+        """The best one to use: ready before loading before the rest."""
+        order = {"ready": 0, "loading": 1, "placing": 2, "broken": 3}
+        return min(
+            self._instances_of(model_id),
+            key=lambda instance: (order[instance.state], instance.instance_id),
+            default=None,
+        )
+
+    async def _appears(self, placed: Placed) -> Instance | None:
+        """The placed instance once it shows in this node's view; None if it does not in time."""
+        with trio.move_on_after(ANNOUNCE_SECONDS):
+            while True:
+                for instance in self._ports.instances():
+                    if instance.instance_id == placed.instance_id and instance.epoch >= placed.epoch:
+                        return instance
+                await self._ports.next_change()
+        return None
+
+    def _remember(self, placed: Placed) -> None:
+        self._just_placed[placed.instance_id] = _JustPlaced(placed, trio.current_time() + ANNOUNCE_SECONDS)
+
+    def _name(self, node: NodeId) -> str:
+        card = self._ports.topology().by_id.get(node)
+        return card.name if card else node
+
+
+def _with_memory_of(topology: Topology, old: Instance | None) -> Topology:
+    """`topology` as if the seats of a broken instance were free: its next epoch takes their place and memory."""
+    if old is None:
+        return topology
+
+    def without(card: NodeCard) -> NodeCard:
+        freed = sum(seat.promised_bytes for seat in card.seats if seat.instance_id == old.instance_id)
+        return replace(card, memory_promised_bytes=max(0, card.memory_promised_bytes - freed)) if freed else card
+
+    return Topology.of((without(card) for card in topology.nodes), topology.links)

@@ -1,0 +1,65 @@
+"""What serving needs of the agent around it, so that it knows neither the mesh nor the store."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from meshinfer.base.ids import ModelId, NodeId
+from meshinfer.config import Settings
+from meshinfer.serving.model_cards import ModelCards
+from meshinfer.serving.runners import Runner
+from meshinfer.serving.view import Instance, instances
+from meshinfer.topology.card import NodeCard, SeatReport
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.placement import Placement
+from meshinfer.transport.base import Transport
+from meshinfer.wire.messages import ChannelOffer
+from meshinfer.wire.records import OriginRecord, RunnerRecord
+
+
+class OriginChannel(Protocol):
+    """An open channel from an origin to one runner (`transport.origin` has the real one)."""
+
+    async def send(self, record: OriginRecord) -> None: ...
+
+    async def receive(self) -> RunnerRecord:
+        """The next record. Raises PeerLost when the channel is gone."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The agent, as serving sees it."""
+
+    settings: Settings
+    transport: Transport
+    topology: Callable[[], Topology]
+    """The live members now, this node among them."""
+    next_change: Callable[[], Awaitable[None]]
+    """Returns when the topology is another than at the call."""
+    announce: Callable[[tuple[SeatReport, ...], tuple[Placement, ...], int], None]
+    """Put these seats, their placements and the promised bytes on this node's card."""
+    model_path: Callable[[ModelId], Path]
+    """Where a held model's files lie, sizes checked. Raises UnknownModel or CorruptModel."""
+    model_cards: ModelCards
+    start_runner: Callable[[], Awaitable[Runner]]
+    """A fresh runner process (or a fake one, in simulations)."""
+    open_channel: Callable[[ChannelOffer], Awaitable[OriginChannel]]
+    """This node, as an origin, dials a runner's channel."""
+    origin_certificate_der: bytes
+    """What this node shows when it dials runners as an origin."""
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.transport.node_id
+
+    def own_card(self) -> NodeCard:
+        return self.topology().by_id[self.node_id]
+
+    def instances(self) -> tuple[Instance, ...]:
+        return instances(self.topology())

@@ -1,0 +1,182 @@
+"""Runner processes of this node: started, listened to, ended. A thin driver.
+
+One process per seat, exec'd afresh (never forked: MLX does not survive a fork), with one end of a
+socket pair as its control channel. Either side's death closes the pair, which is the other's
+signal. Its memory and its crashes go with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from meshinfer.base.errors import ProtocolError
+from meshinfer.wire.codec import MAX_MESSAGE_BYTES
+from meshinfer.wire.runner_control import (
+    AGENT_MESSAGES,
+    RUNNER_MESSAGES,
+    AgentMessage,
+    Listening,
+    RunnerMessage,
+    StopRunner,
+)
+
+STOP_GRACE_SECONDS = 1.0
+"""From asking a runner to stop to killing it. It has nothing to save; longer only delays the next seat's memory."""
+STDERR_LINES = 40
+"""Of a runner's last words, kept for the error message when it dies without one."""
+
+
+class Runner(Protocol):
+    """What `SeatService` needs of a runner; a simulation has a fake one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def listening(self) -> Listening | None:
+        """Where its channels listen, once it has said so."""
+        ...
+
+    @property
+    def heard(self) -> trio.Event:
+        """Set when `listening` is known."""
+        ...
+
+    async def send(self, message: AgentMessage) -> None:
+        """Raises trio.BrokenResourceError or trio.ClosedResourceError if the runner is gone."""
+        ...
+
+    async def listen(self, heard: Callable[[RunnerMessage], Awaitable[None]]) -> str:
+        """Pass on every message until the runner is gone; returns why it is (its last words if it crashed)."""
+        ...
+
+    async def stop(self) -> None:
+        """Ask it to end, wait a moment, then kill it. Returns when it is gone. May be called more than once."""
+        ...
+
+
+class RunnerProcess:
+    """One runner process and its control channel."""
+
+    def __init__(self, process: trio.Process, stream: trio.SocketStream) -> None:
+        self._process = process
+        self._stream = stream
+        self._send_lock = trio.Lock()
+        self._last_words: deque[str] = deque(maxlen=STDERR_LINES)
+        self._listening: Listening | None = None
+        self._heard = trio.Event()
+
+    @classmethod
+    async def start(cls) -> RunnerProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # The address and credentials of the mesh are none of a runner's business.
+            environment = {key: value for key, value in os.environ.items() if key != "MESHINFER_JOIN_CODE"}
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-m", "meshinfer.runner", "seat", "--fd", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=environment,
+                cwd=tempfile.gettempdir(),
+                # A Ctrl-C in the agent's terminal must not reach the runner before the agent has drained it.
+                start_new_session=True,
+            )
+        return cls(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def listening(self) -> Listening | None:
+        return self._listening
+
+    @property
+    def heard(self) -> trio.Event:
+        return self._heard
+
+    async def send(self, message: AgentMessage) -> None:
+        body = AGENT_MESSAGES.encode(message)
+        async with self._send_lock:
+            await self._stream.send_all(struct.pack(">I", len(body)) + body)
+
+    async def listen(self, heard: Callable[[RunnerMessage], Awaitable[None]]) -> str:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep_last_words)
+            try:
+                while (message := await self._receive()) is not None:
+                    if isinstance(message, Listening):
+                        self._listening = message
+                        self._heard.set()
+                    await heard(message)
+            except (ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                self._last_words.append(str(error))
+            await self.stop()
+            nursery.cancel_scope.cancel()
+        return self._obituary()
+
+    async def stop(self) -> None:
+        with trio.CancelScope(shield=True):
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
+                with trio.move_on_after(STOP_GRACE_SECONDS / 2):
+                    await self.send(StopRunner())
+            with trio.move_on_after(STOP_GRACE_SECONDS):
+                await self._process.wait()
+            if self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+            await self._stream.aclose()
+
+    async def _receive(self) -> RunnerMessage | None:
+        header = await self._exactly(4)
+        if header is None:
+            return None
+        (size,) = struct.unpack(">I", header)
+        if size > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a runner's message of {size} bytes", expected=f"at most {MAX_MESSAGE_BYTES}")
+        body = await self._exactly(size)
+        return None if body is None else RUNNER_MESSAGES.decode(body)
+
+    async def _exactly(self, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            piece = await self._stream.receive_some(size - len(data))
+            if not piece:
+                return None
+            data += piece
+        return bytes(data)
+
+    async def _keep_last_words(self) -> None:
+        if self._process.stderr is None:
+            return
+        rest = b""
+        with contextlib.suppress(trio.ClosedResourceError, trio.BrokenResourceError):
+            async for piece in self._process.stderr:
+                *lines, rest = (rest + piece).split(b"\n")
+                self._last_words.extend(line.decode(errors="replace")[:500] for line in lines)
+                rest = rest[-4096:]
+
+    def _obituary(self) -> str:
+        code = self._process.returncode
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                how += " (out of memory, or by hand)"
+        else:
+            how = f"ended with exit code {code}"
+        words = "; ".join(self._last_words)[-300:]
+        return f"its runner was {how}" if code is not None and code < 0 else f"its runner {how}: {words}"

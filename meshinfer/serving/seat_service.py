@@ -1,0 +1,327 @@
+"""Seats made real on this node: the driver around `SeatLedger`.
+
+It answers planners (lease, commit, release), starts and ends runners as the ledger says, opens the
+channels between seats, and keeps this node's card true. Decisions are the ledger's; here is only
+doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from functools import partial
+
+import trio
+
+from meshinfer.base.errors import BadInput, MeshinferError, PeerLost, Refused
+from meshinfer.base.ids import InstanceId, NodeId
+from meshinfer.planning.planner import seat_memory
+from meshinfer.serving.ports import Ports
+from meshinfer.serving.runners import Runner
+from meshinfer.serving.seats import SeatEffect, SeatKey, SeatLedger, StaleEpoch, StartRunner, StopRunner, coalesced
+from meshinfer.topology.placement import Placement
+from meshinfer.wire.codec import decode, encode
+from meshinfer.wire.messages import (
+    COMMIT,
+    LEASE,
+    OPEN_CHANNEL,
+    RELEASE,
+    ChannelOffer,
+    Done,
+    Lease,
+    LeaseAnswer,
+    OpenChannel,
+    SeatRef,
+)
+from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Heartbeat, LoadSeat, RunnerMessage
+
+log = logging.getLogger(__name__)
+
+TOKEN_LAPSE_SECONDS = 10.0
+"""From a channel's offer to its use: one dial and one TLS handshake, with room for a slow link."""
+LISTEN_WAIT_SECONDS = 2.0
+"""How long an offer waits for the runner to listen (its imports take 1 to 2 s) before it says 'not yet'."""
+REPORT_SECONDS = 2.0
+"""How often counters that move all the time (sessions, resident bytes) reach the card."""
+
+
+class SeatService:
+    """This node's seats."""
+
+    def __init__(self, ports: Ports) -> None:
+        self._ports = ports
+        settings = ports.settings
+        self._ledger = SeatLedger(
+            ports.node_id, ports.own_card().memory_usable_bytes, settings.lease_seconds, settings.load_stall_seconds
+        )
+        self._runners: dict[SeatKey, Runner] = {}
+        """All and only processes that have been started and are not gone."""
+        self._heartbeats: dict[SeatKey, Heartbeat] = {}
+        self._nursery: trio.Nursery | None = None
+        self._stirred = trio.Event()
+        self._announced: object = None
+        self._counted: object = None
+        for method, handler in (
+            (LEASE, self._on_lease),
+            (COMMIT, self._on_commit),
+            (RELEASE, self._on_release),
+            (OPEN_CHANNEL, self._on_open_channel),
+        ):
+            ports.transport.serve(method, handler)
+
+    async def run(self) -> None:
+        """Serve until cancelled; every runner is gone when this returns."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._watch_view)
+                nursery.start_soon(self._watch_clock)
+                nursery.start_soon(self._refresh_counters)
+        finally:
+            with trio.CancelScope(shield=True):
+                async with trio.open_nursery() as ending:
+                    for runner in list(self._runners.values()):
+                        ending.start_soon(runner.stop)
+
+    # --- for planners: over the network or from this node's own ----------------------------------
+
+    async def lease(self, lease: Lease) -> LeaseAnswer:
+        """Promise memory for a seat, by this node's own numbers."""
+        key = SeatKey(lease.instance_id, lease.epoch, lease.seat_index)
+        try:
+            need = await self._need_bytes(lease)
+            lapses = self._ledger.lease(key, lease.placement, need, trio.current_time())
+        except StaleEpoch as error:
+            return LeaseAnswer(granted=False, newest_epoch=error.newest, why=str(error))
+        except MeshinferError as error:
+            return LeaseAnswer(granted=False, why=str(error)[:2048])
+        self._announce()
+        return LeaseAnswer(granted=True, lapses_in_seconds=lapses)
+
+    async def _need_bytes(self, lease: Lease) -> int:
+        """What the seat takes here, by this node's own numbers and its own copy of the model."""
+        placement = lease.placement
+        placement.validate()
+        if lease.seat_index >= len(placement.seats):
+            raise BadInput(f"seat {lease.seat_index}", expected=f"one of {len(placement.seats)} seats")
+        info = await self._ports.model_cards.get(placement.model_id)
+        if info.card.digest != placement.model_digest:
+            raise Refused(
+                f"this node's {placement.model_id} has digest {info.card.digest[:16]}",
+                expected=placement.model_digest[:16],
+                do="pull the same revision of the model on every node",
+            )
+        chunk = self._ports.settings.prefill_chunk_tokens
+        return seat_memory(info.card, placement, lease.seat_index, self._ports.own_card(), chunk).need_bytes
+
+    async def commit(self, ref: SeatRef) -> Done:
+        """Start loading what was leased. Raises Refused if nothing is."""
+        await self._perform(self._ledger.commit(ref, trio.current_time()))
+        return Done()
+
+    async def release(self, ref: SeatRef) -> Done:
+        """Free what is held; the memory is free when this returns."""
+        freed, effects = self._ledger.release(ref)
+        await self._perform(effects)
+        return Done(freed)
+
+    def next_epoch(self, instance_id: InstanceId) -> int:
+        """See `SeatLedger.next_epoch`."""
+        return self._ledger.next_epoch(instance_id)
+
+    def heartbeats(self) -> dict[SeatKey, Heartbeat]:
+        """The last word of each runner, for metrics."""
+        return dict(self._heartbeats)
+
+    def runner_pids(self) -> dict[SeatKey, int]:
+        """Process ids of the runners, for operators (and for those who test by killing them)."""
+        return {key: runner.pid for key, runner in self._runners.items()}
+
+    async def release_all(self, reason: str) -> None:
+        """Free everything, since this node leaves."""
+        for report in self._ledger.reports():
+            await self.release(SeatRef(report.instance_id, report.epoch, report.placement_id, reason))
+
+    # --- handlers -------------------------------------------------------------------------------
+
+    async def _on_lease(self, peer: NodeId, payload: bytes) -> bytes:
+        del peer
+        return encode(await self.lease(decode(Lease, payload)))
+
+    async def _on_commit(self, peer: NodeId, payload: bytes) -> bytes:
+        del peer
+        return encode(await self.commit(decode(SeatRef, payload)))
+
+    async def _on_release(self, peer: NodeId, payload: bytes) -> bytes:
+        del peer
+        return encode(await self.release(decode(SeatRef, payload)))
+
+    async def _on_open_channel(self, peer: NodeId, payload: bytes) -> bytes:
+        return encode(await self.offer_channel(peer, decode(OpenChannel, payload)))
+
+    async def offer_channel(self, peer: NodeId, ask: OpenChannel) -> ChannelOffer:
+        """Let `peer` (its seat, or itself as an origin) dial one of our runners.
+
+        Raises:
+            Refused: no such seat here, it does not listen yet, or the caller is not who may dial it.
+        """
+        key = SeatKey(ask.instance_id, ask.epoch, ask.to_seat)
+        runner = self._runners.get(key)
+        if runner is None or key not in self._ledger.running():
+            raise Refused(
+                f"no runner here for seat {ask.to_seat} of instance {ask.instance_id} epoch {ask.epoch}",
+                do="look at the instance again: it may have another epoch",
+            )
+        if ask.from_seat >= 0:
+            seats = self._placement_of(key).seats
+            if ask.from_seat >= len(seats) or seats[ask.from_seat].node_id != peer:
+                raise Refused(f"seat {ask.from_seat} of instance {ask.instance_id} is not {peer}'s")
+        with trio.move_on_after(LISTEN_WAIT_SECONDS):
+            await runner.heard.wait()
+        if runner.listening is None:
+            raise Refused("the runner does not listen yet", do="ask again in a moment")
+        token = secrets.token_bytes(32)
+        try:
+            await runner.send(ExpectChannel(ask.role, ask.from_seat, ask.certificate_der, token, TOKEN_LAPSE_SECONDS))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise PeerLost("the runner is gone") from error
+        hosts = tuple(
+            dict.fromkeys(address.rpartition(":")[0].strip("[]") for address in self._ports.transport.addresses())
+        )
+        if peer == self._ports.node_id:
+            hosts = ("127.0.0.1", *(host for host in hosts if host != "127.0.0.1"))
+        return ChannelOffer(hosts[:32], runner.listening.port, runner.listening.certificate_der, token)
+
+    # --- effects --------------------------------------------------------------------------------
+
+    async def _perform(self, effects: list[SeatEffect]) -> None:
+        """Stops are waited for (the memory is free afterwards), starts go on in the background."""
+        async with trio.open_nursery() as stopping:
+            for effect in effects:
+                if isinstance(effect, StopRunner) and (runner := self._runners.get(effect.key)):
+                    log.info("seat %s: stopping its runner: %s", effect.key, effect.reason)
+                    stopping.start_soon(runner.stop)
+        for effect in effects:
+            if isinstance(effect, StartRunner) and self._nursery is not None:
+                self._nursery.start_soon(self._run_seat, effect.key, effect.placement)
+        self._announce()
+        self._stirred.set()
+
+    async def _run_seat(self, key: SeatKey, placement: Placement) -> None:
+        """One runner's life, from its start to its obituary."""
+        try:
+            path = await trio.to_thread.run_sync(self._ports.model_path, placement.model_id)
+            runner = await self._ports.start_runner()
+        except (MeshinferError, OSError) as error:
+            await self._perform(self._ledger.fail(key, str(error), trio.current_time()))
+            return
+        self._runners[key] = runner
+        settings = self._ports.settings
+        loopback_only = settings.listen_host.startswith("127.")
+        seat = LoadSeat(
+            model_path=str(path),
+            instance_id=key.instance_id,
+            epoch=key.epoch,
+            placement=placement,
+            seat_index=key.seat_index,
+            bind_host=settings.listen_host if loopback_only else "0.0.0.0",  # noqa: S104 - pinned TLS and a one-time token
+            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            memory_limit_bytes=self._ports.own_card().memory_usable_bytes,
+        )
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._link, key, placement, runner)
+                if key not in self._ledger.running():  # released while it started
+                    await runner.stop()
+                try:
+                    await runner.send(seat)
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    log.debug("seat %s: its runner died before it was told what to be", key)
+                why = await runner.listen(partial(self._heard, key))
+                nursery.cancel_scope.cancel()
+        finally:
+            del self._runners[key]
+            self._heartbeats.pop(key, None)
+        await self._perform(self._ledger.fail(key, why, trio.current_time()))
+
+    async def _heard(self, key: SeatKey, message: RunnerMessage) -> None:
+        if isinstance(message, Heartbeat):
+            self._heartbeats[key] = message
+        effects = self._ledger.runner_said(key, message, trio.current_time())
+        if self._nursery is not None and effects:
+            # Not awaited here: stopping waits for the very loop that calls this.
+            self._nursery.start_soon(self._perform, effects)
+        else:
+            self._announce()
+
+    async def _link(self, key: SeatKey, placement: Placement, runner: Runner) -> None:
+        """Open the channel that this seat dials: to the next stage, or from the last one to the head."""
+        last = len(placement.seats) - 1
+        if last == 0:
+            return
+        await runner.heard.wait()
+        assert runner.listening is not None
+        target, role = (0, "samples") if key.seat_index == last else (key.seat_index + 1, "activations")
+        ask = OpenChannel(key.instance_id, key.epoch, key.seat_index, target, role, runner.listening.certificate_der)
+        peer = placement.seats[target].node_id
+        backoff = 0.1
+        while True:  # ends with the runner: a load that stalls is failed by the ledger's clock
+            try:
+                offer = await self._ask_channel(peer, ask)
+                await runner.send(DialChannel(role, target, offer))
+            except MeshinferError as error:
+                log.debug("seat %s: %s channel to seat %d not yet: %s", key, role, target, error)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return
+            else:
+                return
+            await trio.sleep(backoff)
+            backoff = min(1.0, backoff * 2)
+
+    async def _ask_channel(self, peer: NodeId, ask: OpenChannel) -> ChannelOffer:
+        if peer == self._ports.node_id:
+            return await self.offer_channel(peer, ask)
+        answer = await self._ports.transport.call(
+            peer, OPEN_CHANNEL, encode(ask), self._ports.settings.call_timeout_seconds + LISTEN_WAIT_SECONDS
+        )
+        offer = decode(ChannelOffer, answer)
+        known = self._ports.transport.peer_host(peer)  # an address that works right now comes first
+        hosts = (known, *(host for host in offer.hosts if host != known)) if known else offer.hosts
+        return ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)
+
+    # --- watching -------------------------------------------------------------------------------
+
+    async def _watch_view(self) -> None:
+        while True:
+            topology = self._ports.topology()
+            live = frozenset(topology.by_id)
+            effects = self._ledger.view_changed(self._ports.instances(), live, trio.current_time())
+            await self._perform(effects)
+            await self._ports.next_change()
+
+    async def _watch_clock(self) -> None:
+        while True:
+            due = self._ledger.next_wakeup()
+            self._stirred = trio.Event()
+            with trio.move_on_at(due if due is not None else float("inf")):
+                await self._stirred.wait()
+                continue
+            await self._perform(self._ledger.tick(trio.current_time()))
+
+    async def _refresh_counters(self) -> None:
+        while True:
+            await trio.sleep(REPORT_SECONDS)
+            self._announce(counters=True)
+
+    def _announce(self, *, counters: bool = False) -> None:
+        """Put the seats on the card: at once when something happened, every 2 s for what only counts."""
+        reports = self._ledger.reports()
+        what_happened = tuple(coalesced(report) for report in reports)
+        if what_happened == self._announced and not (counters and reports != self._counted):
+            return
+        self._announced, self._counted = what_happened, reports
+        self._ports.announce(reports, self._ledger.placements(), self._ledger.promised_bytes)
+
+    def _placement_of(self, key: SeatKey) -> Placement:
+        report = next(r for r in self._ledger.reports() if SeatKey(r.instance_id, r.epoch, r.seat_index) == key)
+        return next(p for p in self._ledger.placements() if p.placement_id == report.placement_id)

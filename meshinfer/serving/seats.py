@@ -1,0 +1,357 @@
+"""The seats that this node holds: a pure machine, and the only place that promises memory.
+
+No leader may order a node about: a planner *proposes*, and this ledger decides by what is free here
+and now. A lease is a promise with a deadline on this node's own clock; a planner that dies between
+its steps leaves nothing behind, since what is not committed lapses.
+
+    (asked) ── lease ──▶ leased ── commit ──▶ loading ── runner loaded ──▶ linking ── channels open ──▶ ready
+                           │ lapse, release      │ runner failed, channel lost, runner gone               │
+                           ▼                     ▼                                                        ▼
+                         (gone)  ◀── linger ── failed ◀───────────────────────────────────────────────────┘
+
+Each instance counts epochs. A lease for an epoch that is not newer than what this node has seen is
+refused with the current one, so a planner that slept cannot bring back the past; a newer one takes
+the place (and the memory) of what this node held of the instance before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from meshinfer.base.errors import BadInput, NoRoom, Refused
+from meshinfer.base.ids import InstanceId, NodeId
+from meshinfer.base.units import format_bytes
+from meshinfer.serving.view import Instance
+from meshinfer.topology.card import SeatReport, SeatState
+from meshinfer.topology.placement import Placement
+from meshinfer.wire.messages import SeatRef
+from meshinfer.wire.runner_control import (
+    ChannelLost,
+    Heartbeat,
+    Linked,
+    Listening,
+    Loaded,
+    Loading,
+    RunnerFailed,
+    RunnerMessage,
+)
+
+FAILED_LINGER_SECONDS = 5.0
+"""How long a failed seat is announced: long enough for every origin to read why (two gossip periods), no longer."""
+MISSING_GRACE_SECONDS = 2.0
+"""A live node's seat may be missing from our view for one gossip period without anything being wrong."""
+REMEMBERED_EPOCHS = 1024
+"""Instances whose highest epoch is remembered; one takes about 100 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeatKey:
+    """Names one seat of one epoch of one instance on this node."""
+
+    instance_id: InstanceId
+    epoch: int
+    seat_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartRunner:
+    """Effect: start a process for this seat and give it its layers."""
+
+    key: SeatKey
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class StopRunner:
+    """Effect: end the process of this seat; its memory goes with it."""
+
+    key: SeatKey
+    reason: str
+
+
+SeatEffect = StartRunner | StopRunner
+
+
+@dataclass(slots=True)
+class _Seat:
+    """Mutable; owned by the ledger."""
+
+    key: SeatKey
+    placement: Placement
+    promised_bytes: int
+    state: SeatState
+    lapses_at: float
+    """leased: when the promise ends. failed: when the seat is forgotten. Else unused."""
+    last_progress_at: float
+    progress: float = 0.0
+    resident_bytes: int = 0
+    sessions: int = 0
+    step_seconds: float = 0.0
+    error: str = ""
+    broken_since: float | None = None
+    linked: bool = False
+    loaded: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.state in {"loading", "linking", "ready"}
+
+
+class StaleEpoch(Refused):
+    """A lease for the past; `newest` is what this node has seen."""
+
+    def __init__(self, key: SeatKey, newest: int) -> None:
+        self.newest = newest
+        super().__init__(
+            f"epoch {key.epoch} of instance {key.instance_id} is stale",
+            expected=f"an epoch above {newest}",
+            do="plan again with a higher epoch",
+        )
+
+
+class SeatLedger:
+    """What this node has promised and to whom."""
+
+    def __init__(self, node_id: NodeId, usable_bytes: int, lease_seconds: float, load_stall_seconds: float) -> None:
+        self._node_id = node_id
+        self._usable_bytes = usable_bytes
+        self._lease_seconds = lease_seconds
+        self._load_stall_seconds = load_stall_seconds
+        self._seats: dict[SeatKey, _Seat] = {}
+        """All and only seats that are leased, running, or failed and still announced."""
+        self._highest_epoch: OrderedDict[InstanceId, int] = OrderedDict()
+
+    # --- asked by planners ----------------------------------------------------------------------
+
+    def lease(self, key: SeatKey, placement: Placement, need_bytes: int, now: float) -> float:
+        """Promise `need_bytes` to this seat; seconds until the promise lapses. Idempotent.
+
+        Raises:
+            StaleEpoch: this node has seen a newer one, or another placement has this one.
+            NoRoom: with need, have and shortfall.
+            BadInput: the seat is not this node's.
+        """
+        self._check_seat_is_ours(key, placement)
+        held = self._seats.get(key)
+        if held is not None and held.placement.placement_id == placement.placement_id and held.state != "failed":
+            if held.state == "leased":
+                held.lapses_at = now + self._lease_seconds
+            return self._lease_seconds
+        newest = self._highest_epoch.get(key.instance_id, 0)
+        same_plan = any(
+            seat.key.instance_id == key.instance_id
+            and seat.key.epoch == key.epoch
+            and seat.placement.placement_id == placement.placement_id
+            for seat in self._seats.values()
+        )
+        if key.epoch < newest or (key.epoch == newest and not same_plan):
+            raise StaleEpoch(key, newest)
+        replaced = [s for s in self._seats.values() if s.key.instance_id == key.instance_id and s.key.epoch < key.epoch]
+        free = self._usable_bytes - self.promised_bytes + sum(seat.promised_bytes for seat in replaced)
+        if need_bytes > free:
+            raise NoRoom(
+                f"the seat needs {format_bytes(need_bytes)} and {format_bytes(free)} are free here "
+                f"({format_bytes(need_bytes - free)} short)",
+                do="free memory, or plan again with this node's present numbers",
+            )
+        self._remember_epoch(key.instance_id, key.epoch)
+        self._seats[key] = _Seat(key, placement, need_bytes, "leased", now + self._lease_seconds, now)
+        return self._lease_seconds
+
+    def commit(self, ref: SeatRef, now: float) -> list[SeatEffect]:
+        """Load what was leased under `ref`.
+
+        Raises:
+            Refused: nothing is leased under it (any more).
+        """
+        ours = [seat for seat in self._of(ref) if seat.state != "failed"]
+        if not ours:
+            raise Refused(
+                f"nothing is leased here for instance {ref.instance_id} epoch {ref.epoch}",
+                do="lease first; a lease lapses after a while",
+            )
+        effects: list[SeatEffect] = []
+        for seat in list(self._seats.values()):
+            if seat.key.instance_id == ref.instance_id and seat.key.epoch < ref.epoch:
+                effects += self._drop(seat, f"epoch {ref.epoch} took its place")
+        for seat in ours:
+            if seat.state == "leased":
+                seat.state, seat.last_progress_at = "loading", now
+                effects.append(StartRunner(seat.key, seat.placement))
+        return effects
+
+    def release(self, ref: SeatRef) -> tuple[int, list[SeatEffect]]:
+        """Free what is held under `ref` (and older epochs of it). Returns the bytes that are no longer promised."""
+        freed = 0
+        effects: list[SeatEffect] = []
+        for seat in list(self._seats.values()):
+            if seat.key.instance_id == ref.instance_id and seat.key.epoch <= ref.epoch:
+                freed += seat.promised_bytes
+                effects += self._drop(seat, ref.reason or "released")
+        self._remember_epoch(ref.instance_id, ref.epoch)
+        return freed, effects
+
+    def next_epoch(self, instance_id: InstanceId) -> int:
+        """The lowest epoch that this node would lease; a planner takes the highest it knows of."""
+        return self._highest_epoch.get(instance_id, 0) + 1
+
+    # --- told by runners ------------------------------------------------------------------------
+
+    def runner_said(self, key: SeatKey, message: RunnerMessage, now: float) -> list[SeatEffect]:
+        """A runner's message changes its seat."""
+        seat = self._seats.get(key)
+        if seat is None or not seat.runs:
+            return []
+        match message:
+            case Listening():
+                seat.last_progress_at = now
+            case Loading(loaded_bytes, total_bytes):
+                progress = min(1.0, loaded_bytes / total_bytes) if total_bytes else 0.0
+                if progress > seat.progress:
+                    seat.progress, seat.last_progress_at = progress, now
+            case Loaded(active_bytes):
+                seat.progress, seat.resident_bytes, seat.last_progress_at, seat.loaded = 1.0, active_bytes, now, True
+            case Linked():
+                seat.linked, seat.last_progress_at = True, now
+            case Heartbeat():
+                seat.resident_bytes = message.active_bytes
+                seat.sessions = message.sessions + message.waiting
+                seat.step_seconds = message.step_seconds
+            case ChannelLost(role, other, reason):
+                return self.fail(key, f"the {role} channel with seat {other} broke: {reason}", now)
+            case RunnerFailed():
+                return self.fail(key, message.what, now)
+        if seat.loaded:
+            seat.state = "ready" if seat.linked else "linking"
+        return []
+
+    def fail(self, key: SeatKey, error: str, now: float) -> list[SeatEffect]:
+        """The seat cannot go on: free it now, and announce why for a while."""
+        seat = self._seats.get(key)
+        if seat is None or seat.state == "failed":
+            return []
+        effects: list[SeatEffect] = [StopRunner(key, error)] if seat.runs else []
+        seat.state, seat.error, seat.lapses_at = "failed", error[:512], now + FAILED_LINGER_SECONDS
+        seat.promised_bytes = seat.resident_bytes = seat.sessions = 0
+        return effects
+
+    # --- told by the view and the clock ---------------------------------------------------------
+
+    def view_changed(self, instances: Iterable[Instance], live: frozenset[NodeId], now: float) -> list[SeatEffect]:
+        """Free seats whose instance is broken beyond a gossip's delay, or has lost to a rival placement."""
+        derived = {instance.instance_id: instance for instance in instances}
+        effects: list[SeatEffect] = []
+        for seat in list(self._seats.values()):
+            instance = derived.get(seat.key.instance_id)
+            if not seat.runs or instance is None or instance.epoch < seat.key.epoch:
+                continue
+            if instance.epoch > seat.key.epoch:
+                effects += self._drop(seat, f"epoch {instance.epoch} took its place")
+            elif instance.placement.placement_id != seat.placement.placement_id:
+                effects += self._drop(seat, "another placement of the same epoch won")
+            elif any(node not in live for node in seat.placement.node_ids):
+                gone = [node for node in seat.placement.node_ids if node not in live]
+                effects += self._drop(seat, f"node {gone[0]} is gone")
+            elif instance.error:
+                effects += self._drop(seat, f"another seat failed: {instance.error}")
+            elif instance.state != "broken":
+                seat.broken_since = None
+            elif seat.broken_since is None:
+                seat.broken_since = now
+        return effects + self.tick(now)
+
+    def tick(self, now: float) -> list[SeatEffect]:
+        """Let lapse what is due."""
+        effects: list[SeatEffect] = []
+        for seat in list(self._seats.values()):
+            if seat.state in {"leased", "failed"} and now >= seat.lapses_at:
+                del self._seats[seat.key]
+            elif seat.broken_since is not None and now >= seat.broken_since + MISSING_GRACE_SECONDS:
+                effects += self._drop(seat, "its instance is broken")
+            elif seat.state in {"loading", "linking"} and now >= seat.last_progress_at + self._load_stall_seconds:
+                effects += self.fail(
+                    seat.key, f"no progress for {self._load_stall_seconds:.0f} s while {seat.state}", now
+                )
+        return effects
+
+    def next_wakeup(self) -> float | None:
+        """When `tick` has something to do; None if nothing is pending."""
+        due = [seat.lapses_at for seat in self._seats.values() if seat.state in {"leased", "failed"}]
+        for seat in self._seats.values():
+            if seat.broken_since is not None:
+                due.append(seat.broken_since + MISSING_GRACE_SECONDS)
+            if seat.state in {"loading", "linking"}:
+                due.append(seat.last_progress_at + self._load_stall_seconds)
+        return min(due, default=None)
+
+    # --- what can be asked ----------------------------------------------------------------------
+
+    @property
+    def promised_bytes(self) -> int:
+        return sum(seat.promised_bytes for seat in self._seats.values())
+
+    def reports(self) -> tuple[SeatReport, ...]:
+        """One per seat, sorted, for this node's card."""
+        order = sorted(self._seats, key=lambda key: (key.instance_id, key.epoch, key.seat_index))
+        return tuple(self._report(self._seats[key]) for key in order)
+
+    def placements(self) -> tuple[Placement, ...]:
+        """The placements that the reports belong to, each once."""
+        found = {seat.placement.placement_id: seat.placement for seat in self._seats.values()}
+        return tuple(found[placement_id] for placement_id in sorted(found))
+
+    def running(self) -> frozenset[SeatKey]:
+        """Seats that should have a runner now."""
+        return frozenset(seat.key for seat in self._seats.values() if seat.runs)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _check_seat_is_ours(self, key: SeatKey, placement: Placement) -> None:
+        placement.validate()
+        if key.seat_index >= len(placement.seats) or placement.seats[key.seat_index].node_id != self._node_id:
+            raise BadInput(
+                f"seat {key.seat_index} of placement {placement.placement_id} is not this node's",
+                expected="a seat whose node is the one that is asked",
+            )
+
+    def _of(self, ref: SeatRef) -> list[_Seat]:
+        return [
+            seat
+            for seat in self._seats.values()
+            if (seat.key.instance_id, seat.key.epoch) == (ref.instance_id, ref.epoch)
+            and seat.placement.placement_id == ref.placement_id
+        ]
+
+    def _drop(self, seat: _Seat, reason: str) -> list[SeatEffect]:
+        del self._seats[seat.key]
+        return [StopRunner(seat.key, reason)] if seat.runs else []
+
+    def _remember_epoch(self, instance_id: InstanceId, epoch: int) -> None:
+        self._highest_epoch[instance_id] = max(epoch, self._highest_epoch.get(instance_id, 0))
+        self._highest_epoch.move_to_end(instance_id)
+        while len(self._highest_epoch) > REMEMBERED_EPOCHS:
+            self._highest_epoch.popitem(last=False)
+
+    @staticmethod
+    def _report(seat: _Seat) -> SeatReport:
+        return SeatReport(
+            instance_id=seat.key.instance_id,
+            epoch=seat.key.epoch,
+            placement_id=seat.placement.placement_id,
+            seat_index=seat.key.seat_index,
+            state=seat.state,
+            # Two digits: a card is re-sent when it changes, so progress moves it at most 100 times.
+            progress=round(seat.progress, 2),
+            promised_bytes=seat.promised_bytes,
+            resident_bytes=seat.resident_bytes,
+            sessions=seat.sessions,
+            step_seconds=round(seat.step_seconds, 4),
+            error=seat.error,
+        )
+
+
+def coalesced(report: SeatReport) -> SeatReport:
+    """`report` without what changes all the time: two equal ones need no new announcement at once."""
+    return replace(report, resident_bytes=0, sessions=0, step_seconds=0.0, progress=round(report.progress, 1))

@@ -1,0 +1,185 @@
+"""A request's life at its origin: an instance, a session on it, tokens in order, an end.
+
+The origin keeps the token log (prompt, emitted ids, seed): enough to say exactly where an answer
+stands. Tokens carry their index: what is there already is dropped, a gap is an error. Cancelling is
+closing: leaving the context ends the session on every stage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import trio
+
+from meshinfer.base.errors import ERRORS_BY_CODE, BadInput, DeadlineExceeded, MeshinferError, NoRoom, PeerLost
+from meshinfer.base.ids import SessionId
+from meshinfer.serving.events import EventStream
+from meshinfer.serving.origin_links import OriginLink, OriginLinks
+from meshinfer.serving.placing import Placer
+from meshinfer.serving.ports import Ports
+from meshinfer.serving.requests import Finished, Generated, GenerateRequest, GenerationFailed, Waiting
+from meshinfer.serving.view import Instance
+from meshinfer.wire.records import OpenSession, Prefilled, RunnerRecord, SessionFailed, Token
+
+log = logging.getLogger(__name__)
+
+EVENT_BUFFER = 16
+"""Between a session and its HTTP response: enough for a burst; beyond it the session's own queue holds the rest."""
+CANCEL_SECONDS = 2.0
+"""For telling the stages that a session is over, before its client's response is given up."""
+
+
+@dataclass(slots=True)
+class TokenLog:
+    """What has been emitted, in order; decides about each token that arrives."""
+
+    emitted: list[int] = field(default_factory=list[int])
+
+    def accept(self, token: Token) -> bool:
+        """Whether `token` is the next one; False if it is here already.
+
+        Raises:
+            GenerationFailed: one before it is missing.
+        """
+        if token.index < len(self.emitted):
+            return False
+        if token.index > len(self.emitted):
+            raise GenerationFailed(f"token {len(self.emitted)} is missing: {token.index} came")
+        self.emitted.append(token.token_id)
+        return True
+
+
+class Sessions:
+    """All requests that entered the mesh through this node."""
+
+    def __init__(self, ports: Ports, placer: Placer, links: OriginLinks) -> None:
+        self._ports = ports
+        self._placer = placer
+        self._links = links
+        self._running: dict[SessionId, trio.CancelScope] = {}
+        """All and only requests in flight, each with what ends it."""
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        """Own the tasks of all requests until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await trio.sleep_forever()
+
+    @property
+    def count(self) -> int:
+        return len(self._running)
+
+    def cancel(self, session_id: SessionId) -> bool:
+        """End a request by its id; its client gets an error. False if it is not here."""
+        scope = self._running.get(session_id)
+        if scope is not None:
+            scope.cancel()
+        return scope is not None
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EventStream]:
+        """Run `request`; leaving the context cancels it everywhere.
+
+        Raises:
+            NoRoom: this node has as many requests as it may.
+        """
+        limit = self._ports.settings.request_queue_limit
+        if len(self._running) >= limit:
+            raise NoRoom(f"this node has {limit} requests in flight", do="try again in a moment, or ask another node")
+        if self._nursery is None:
+            raise NoRoom("this node is starting or ending", do="try again in a moment")
+        events, scope, done = EventStream(EVENT_BUFFER), trio.CancelScope(), trio.Event()
+        self._running[request.session_id] = scope
+        # Not in a nursery of our own: what the reader raises would come out wrapped in a group.
+        self._nursery.start_soon(self._run, request, events, scope, done)
+        try:
+            yield events
+        finally:
+            del self._running[request.session_id]
+            scope.cancel()
+            with trio.move_on_after(CANCEL_SECONDS, shield=True):
+                await done.wait()
+
+    async def _run(
+        self, request: GenerateRequest, events: EventStream, scope: trio.CancelScope, done: trio.Event
+    ) -> None:
+        error: MeshinferError | None = None
+        try:
+            with scope:
+                with trio.fail_after(request.deadline_seconds):
+                    await self._answer(request, events)
+        except trio.TooSlowError:
+            error = DeadlineExceeded(
+                f"the request took longer than {request.deadline_seconds:.0f} s",
+                do="ask for less, or raise the deadline",
+            )
+        except MeshinferError as failure:
+            error = failure
+        finally:
+            done.set()
+        if scope.cancelled_caught:
+            error = GenerationFailed("the request was cancelled")
+        events.end(error)
+
+    async def _answer(self, request: GenerateRequest, events: EventStream) -> None:
+        def waiting(sign: Waiting) -> None:
+            events.send_nowait(sign)
+
+        instance = await self._placer.ready_instance(request.model_id, request.workload, waiting)
+        _check_context(request, instance)
+        link = await self._links.get(instance)
+        session = OpenSession(
+            session_id=request.session_id,
+            instance_id=instance.instance_id,
+            epoch=instance.epoch,
+            token_ids=request.prompt_ids,
+            emitted=0,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=request.stop_token_ids,
+            sampling=request.sampling,
+        )
+        finished = False
+        try:
+            reason = await self._relay(await link.open(session), link, events)
+            finished = True
+        finally:
+            await link.end(request.session_id, cancel=not finished)
+        await events.send(Finished(reason, instance.placement.node_ids))
+
+    async def _relay(
+        self, records: trio.MemoryReceiveChannel[RunnerRecord], link: OriginLink, events: EventStream
+    ) -> Literal["stop", "length"]:
+        """Pass tokens on until the last one."""
+        token_log = TokenLog()
+        async for record in records:
+            match record:
+                case Prefilled(_, tokens, total):
+                    events.send_nowait(Waiting("prefill", tokens / total if total else 1.0))
+                case SessionFailed(_, code, what):
+                    raise ERRORS_BY_CODE.get(code, GenerationFailed)(what)
+                case Token():
+                    if not token_log.accept(record):
+                        continue
+                    await events.send(Generated(record.index, record.token_id, record.logprob, record.top_logprobs))
+                    if record.finish:
+                        return record.finish
+        raise PeerLost(
+            f"the answer broke off after {len(token_log.emitted)} tokens: {link.lost or 'the session was dropped'}",
+            do="ask again: the model will be placed on the nodes that are left",
+        )
+
+
+def _check_context(request: GenerateRequest, instance: Instance) -> None:
+    """Raises BadInput where prompt and answer do not fit what was reserved."""
+    reserved = instance.placement.context_tokens
+    if len(request.prompt_ids) + request.max_new_tokens > reserved:
+        raise BadInput(
+            f"the prompt has {len(request.prompt_ids)} tokens and {request.max_new_tokens} more may be generated",
+            expected=f"at most {reserved} in all, the context that is reserved for {instance.placement.model_id}",
+            do="shorten the prompt, lower max_tokens, or place the model with a larger context",
+        )

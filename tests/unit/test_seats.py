@@ -1,0 +1,190 @@
+"""The ledger of seats: promises, epochs, lapses. Pure; time is a number."""
+
+import pytest
+
+from meshinfer.base.errors import BadInput, NoRoom, Refused
+from meshinfer.base.ids import InstanceId, ModelId, NodeId
+from meshinfer.base.units import MIB
+from meshinfer.serving.seats import (
+    FAILED_LINGER_SECONDS,
+    MISSING_GRACE_SECONDS,
+    SeatKey,
+    SeatLedger,
+    StaleEpoch,
+    StartRunner,
+    StopRunner,
+)
+from meshinfer.serving.view import Instance
+from meshinfer.topology.placement import Placement, Seat
+from meshinfer.wire.messages import SeatRef
+from meshinfer.wire.runner_control import ChannelLost, Linked, Loaded, Loading, RunnerFailed
+
+ME, OTHER = NodeId("me"), NodeId("other")
+INSTANCE = InstanceId("1f" * 8)
+
+
+def placement(context: int = 256) -> Placement:
+    seats = (Seat(ME, 0, 4), Seat(OTHER, 4, 8))
+    return Placement(ModelId("tiny"), "d" * 64, 8, "pipeline", "libp2p", context, 1, seats)
+
+
+def ledger(usable: int = 100 * MIB) -> SeatLedger:
+    return SeatLedger(ME, usable, lease_seconds=10.0, load_stall_seconds=30.0)
+
+
+def key(epoch: int = 1) -> SeatKey:
+    return SeatKey(INSTANCE, epoch, 0)
+
+
+def ref(epoch: int = 1, of: Placement | None = None) -> SeatRef:
+    return SeatRef(INSTANCE, epoch, (of or placement()).placement_id)
+
+
+def ready(book: SeatLedger, epoch: int = 1, now: float = 0.0) -> None:
+    book.lease(key(epoch), placement(), 60 * MIB, now)
+    assert book.commit(ref(epoch), now)[-1] == StartRunner(key(epoch), placement())
+    book.runner_said(key(epoch), Loaded(50 * MIB, 60 * MIB, 1.0), now)
+    book.runner_said(key(epoch), Linked(), now)
+    assert book.reports()[0].state == "ready"
+
+
+def test_a_lease_that_is_not_committed_lapses() -> None:
+    book = ledger()
+    assert book.lease(key(), placement(), 60 * MIB, now=0.0) == 10.0
+    assert book.promised_bytes == 60 * MIB
+    assert book.next_wakeup() == 10.0
+    assert book.tick(9.9) == []
+    assert book.promised_bytes == 60 * MIB
+    assert book.tick(10.0) == []
+    assert book.promised_bytes == 0
+    with pytest.raises(Refused, match="nothing is leased"):
+        book.commit(ref(), now=11.0)
+
+
+def test_leasing_twice_promises_once() -> None:
+    book = ledger()
+    book.lease(key(), placement(), 60 * MIB, now=0.0)
+    book.lease(key(), placement(), 60 * MIB, now=5.0)
+    assert book.promised_bytes == 60 * MIB
+    assert book.next_wakeup() == 15.0
+
+
+def test_memory_is_promised_once_and_the_refusal_has_the_numbers() -> None:
+    book = ledger()
+    book.lease(key(), placement(), 60 * MIB, now=0.0)
+    with pytest.raises(NoRoom, match=r"needs 60\.0 MiB and 40\.0 MiB are free here \(20\.0 MiB short\)"):
+        book.lease(SeatKey(InstanceId("other"), 1, 0), placement(512), 60 * MIB, now=0.0)
+    assert book.promised_bytes == 60 * MIB
+
+
+def test_a_newer_epoch_takes_the_memory_of_the_older() -> None:
+    book = ledger()
+    ready(book)
+    book.lease(key(2), placement(), 90 * MIB, now=1.0)  # 60 + 90 would not fit side by side
+    effects = book.commit(ref(2), now=1.0)
+    assert [type(effect) for effect in effects] == [StopRunner, StartRunner]
+    assert [report.epoch for report in book.reports()] == [2]
+    assert book.promised_bytes == 90 * MIB
+
+
+def test_a_stale_epoch_is_refused_with_the_current_one() -> None:
+    book = ledger()
+    ready(book, epoch=3)
+    with pytest.raises(StaleEpoch) as refused:
+        book.lease(key(2), placement(), MIB, now=1.0)
+    assert refused.value.newest == 3
+    with pytest.raises(StaleEpoch):  # same epoch, another placement
+        book.lease(key(3), placement(512), MIB, now=1.0)
+    assert book.reports()[0].state == "ready"
+    book.release(ref(3))
+    with pytest.raises(StaleEpoch):  # also after it is gone
+        book.lease(key(3), placement(), MIB, now=2.0)
+    assert book.next_epoch(INSTANCE) == 4
+
+
+def test_release_stops_the_runner_and_says_what_it_freed() -> None:
+    book = ledger()
+    ready(book)
+    freed, effects = book.release(ref())
+    assert freed == 60 * MIB
+    assert [type(effect) for effect in effects] == [StopRunner]
+    assert book.reports() == ()
+    assert book.release(ref()) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [RunnerFailed("corrupt_model", "file x is cut short"), ChannelLost("activations", 1, "reset by peer")],
+)
+def test_a_failed_seat_frees_its_memory_at_once_and_says_why_for_a_while(message: RunnerFailed | ChannelLost) -> None:
+    book = ledger()
+    ready(book)
+    effects = book.runner_said(key(), message, now=5.0)
+    assert [type(effect) for effect in effects] == [StopRunner]
+    assert book.promised_bytes == 0
+    (report,) = book.reports()
+    assert report.state == "failed"
+    assert report.error
+    book.tick(5.0 + FAILED_LINGER_SECONDS)
+    assert book.reports() == ()
+
+
+def test_loading_without_progress_is_given_up_and_with_progress_is_not() -> None:
+    book = ledger()
+    book.lease(key(), placement(), 60 * MIB, now=0.0)
+    book.commit(ref(), now=0.0)
+    book.runner_said(key(), Loading(10, 100), now=29.0)
+    assert book.tick(31.0) == []
+    book.runner_said(key(), Loading(10, 100), now=40.0)  # the same bytes again are no progress
+    effects = book.tick(59.0)
+    assert [type(effect) for effect in effects] == [StopRunner]
+    assert "no progress for 30 s" in book.reports()[0].error
+
+
+def test_linked_before_loaded_is_not_ready_yet() -> None:
+    book = ledger()
+    book.lease(key(), placement(), 60 * MIB, now=0.0)
+    book.commit(ref(), now=0.0)
+    book.runner_said(key(), Linked(), now=1.0)
+    assert book.reports()[0].state == "loading"
+    book.runner_said(key(), Loaded(1, 1, 1.0), now=2.0)
+    assert book.reports()[0].state == "ready"
+
+
+def instance(book: SeatLedger, state: str, epoch: int = 1, of: Placement | None = None, error: str = "") -> Instance:
+    return Instance(INSTANCE, epoch, of or placement(), state, 1.0, (book.reports()[0], None), error)  # type: ignore[arg-type]
+
+
+def test_a_dead_node_frees_the_seats_beside_it_at_once() -> None:
+    book = ledger()
+    ready(book)
+    effects = book.view_changed([instance(book, "broken")], frozenset({ME}), now=1.0)
+    assert [type(effect) for effect in effects] == [StopRunner]
+    assert book.promised_bytes == 0
+
+
+def test_a_seat_that_is_not_in_the_view_yet_has_a_grace() -> None:
+    book = ledger()
+    ready(book)
+    live = frozenset({ME, OTHER})
+    assert book.view_changed([instance(book, "broken")], live, now=1.0) == []
+    assert book.view_changed([instance(book, "ready")], live, now=2.0) == []
+    assert book.view_changed([instance(book, "broken")], live, now=3.0) == []
+    assert book.tick(3.0 + MISSING_GRACE_SECONDS - 0.1) == []
+    assert [type(e) for e in book.tick(3.0 + MISSING_GRACE_SECONDS)] == [StopRunner]
+
+
+def test_a_newer_epoch_or_a_winning_rival_in_the_view_frees_ours() -> None:
+    live = frozenset({ME, OTHER})
+    for newer in ({"epoch": 2}, {"of": placement(512)}, {"error": "out of memory"}):
+        book = ledger()
+        ready(book)
+        effects = book.view_changed([instance(book, "broken" if "error" in newer else "ready", **newer)], live, now=1.0)  # type: ignore[arg-type]
+        assert [type(effect) for effect in effects] == [StopRunner], newer
+
+
+def test_seats_that_are_not_ours_are_refused() -> None:
+    with pytest.raises(BadInput, match="not this node's"):
+        ledger().lease(SeatKey(INSTANCE, 1, 1), placement(), 1, now=0.0)
+    with pytest.raises(BadInput, match="not this node's"):
+        ledger().lease(SeatKey(INSTANCE, 1, 7), placement(), 1, now=0.0)
