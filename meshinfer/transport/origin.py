@@ -1,0 +1,120 @@
+"""An origin's channel to a runner: the agent's side of `transport.tls`, on trio.
+
+It carries records only (`wire.records`): sessions out, tokens in, a few hundred bytes each. Many
+sessions share one channel; who gets which record is the caller's business.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+import trio
+
+from meshinfer.base.errors import PeerLost, Refused
+from meshinfer.transport.certificates import Certificate, client_context
+from meshinfer.transport.tls import CONNECT_SECONDS, WELCOME
+from meshinfer.wire.frames import Frame, FrameKind, FrameReader, encode_frame
+from meshinfer.wire.messages import ChannelOffer
+from meshinfer.wire.records import MAX_RECORD_BYTES, ORIGIN_RECORDS, RUNNER_RECORDS, OriginRecord, RunnerRecord
+
+_RECEIVE_BYTES = 16 * 1024
+"""A TLS record."""
+
+
+class OriginChannel:
+    """Records to and from one runner. Any number of tasks may send; one receives."""
+
+    def __init__(self, stream: trio.SSLStream[trio.SocketStream], epoch: int) -> None:
+        self._stream = stream
+        self._epoch = epoch
+        self._send_lock = trio.Lock()
+        self._reader = FrameReader((FrameKind.RECORD,))
+        self._unread = memoryview(b"")
+
+    async def send(self, record: OriginRecord) -> None:
+        """Raises PeerLost if the channel is gone. If cancelled half-way, the channel is closed: a part of a record went."""
+        (data,) = encode_frame(Frame(FrameKind.RECORD, self._epoch, 0, ORIGIN_RECORDS.encode(record)))
+        async with self._send_lock:
+            sent = False
+            try:
+                await self._stream.send_all(data)
+                sent = True
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise PeerLost("the channel to the runner is gone") from error
+            finally:
+                if not sent:
+                    await trio.aclose_forcefully(self._stream)
+
+    async def receive(self) -> RunnerRecord:
+        """The next record; may be cancelled at any time without harm.
+
+        Raises:
+            PeerLost: the channel is gone.
+            ProtocolError: what came is no record; the channel is of no use any more.
+        """
+        while True:
+            while self._unread:
+                buffer = self._reader.buffer()
+                count = min(len(buffer), len(self._unread))
+                buffer[:count] = self._unread[:count]
+                self._unread = self._unread[count:]
+                if (frame := self._reader.advance(count)) is not None:
+                    return RUNNER_RECORDS.decode(frame.control, MAX_RECORD_BYTES)
+            try:
+                data = await self._stream.receive_some(_RECEIVE_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise PeerLost("the channel to the runner broke") from error
+            if not data:
+                raise PeerLost("the runner closed the channel")
+            self._unread = memoryview(data)
+
+    async def aclose(self) -> None:
+        await trio.aclose_forcefully(self._stream)
+
+
+async def open_origin_channel(
+    offer: ChannelOffer, certificate: Certificate, *, epoch: int, timeout_seconds: float
+) -> OriginChannel:
+    """Open the offered channel; the runner knows of it when this returns.
+
+    Args:
+        offer: from the runner's agent.
+        certificate: this origin's own, whose `der` that agent was told. The same for all channels to one
+            instance: its fingerprint tells the last stage whose the head's sessions are.
+        epoch: of the instance.
+        timeout_seconds: for all of it.
+
+    Raises:
+        PeerLost: nothing at the offer's addresses, or somebody else, or no answer in time.
+        Refused: the token did not work (used, lapsed, or meant for somebody else).
+    """
+    context = client_context(certificate, offer.certificate_der)
+    failures: list[str] = []
+    with trio.move_on_after(timeout_seconds):
+        for host in offer.hosts:
+            try:
+                with trio.fail_after(min(timeout_seconds, CONNECT_SECONDS)):
+                    plain = await trio.open_tcp_stream(host, offer.port)
+                return OriginChannel(await _welcomed(plain, context, offer), epoch)
+            except (OSError, trio.TooSlowError, PeerLost) as error:
+                failures.append(f"{host}: {error or 'no answer'}")
+    raise PeerLost(f"no channel to port {offer.port}: {'; '.join(failures) or 'no answer in time'}")
+
+
+async def _welcomed(
+    plain: trio.SocketStream, context: ssl.SSLContext, offer: ChannelOffer
+) -> trio.SSLStream[trio.SocketStream]:
+    stream = trio.SSLStream(plain, context, https_compatible=True)
+    welcomed = False
+    try:
+        await stream.send_all(bytes([len(offer.token)]) + offer.token)
+        welcome = await stream.receive_some(len(WELCOME))
+        if bytes(welcome) != WELCOME or stream.getpeercert(binary_form=True) != offer.certificate_der:
+            raise Refused("the channel was refused", expected="a token that has not been used and has not lapsed")
+        welcomed = True
+    except trio.BrokenResourceError as error:
+        raise PeerLost(f"no channel: {error.__cause__ or error}") from error
+    finally:
+        if not welcomed:
+            await trio.aclose_forcefully(stream)
+    return stream

@@ -1,0 +1,236 @@
+"""Channels open for whoever was announced, once, and for nobody else."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import ssl
+import threading
+
+import pytest
+import trio
+
+from meshinfer.base.errors import PeerLost, ProtocolError, Refused
+from meshinfer.transport.certificates import (
+    Certificate,
+    check_certificate,
+    client_context,
+    make_certificate,
+    server_context,
+)
+from meshinfer.transport.origin import open_origin_channel
+from meshinfer.transport.tls import MAX_HANDSHAKES, WELCOME, Listener, SecureSocket, dial
+from meshinfer.wire.frames import Frame, FrameKind, encode_frame
+from meshinfer.wire.messages import ChannelOffer
+from meshinfer.wire.records import RUNNER_RECORDS, Token
+from meshinfer.wire.runner_control import ExpectChannel
+
+PATIENCE = 20.0
+
+
+class Host:
+    """A listener on loopback whose admitted channels can be waited for."""
+
+    def __init__(self) -> None:
+        self.certificate = make_certificate()
+        self.admitted: queue.Queue[tuple[ExpectChannel, SecureSocket]] = queue.Queue()
+        self.opened: list[SecureSocket] = []
+        self.listener = Listener("127.0.0.1", self.certificate, self._admit)
+
+    def _admit(self, channel: ExpectChannel, secure: SecureSocket) -> None:
+        secure.send_all(WELCOME)
+        self.admitted.put((channel, secure))
+
+    def expect(self, dialler: Certificate, token: bytes = b"t" * 32, lapses: float = 60.0) -> ChannelOffer:
+        self.listener.expect(ExpectChannel("origin", -1, dialler.der, token, lapses))
+        return ChannelOffer(("127.0.0.1",), self.listener.port, self.certificate.der, token)
+
+    def still_admits(self) -> bool:
+        me = make_certificate()
+        self.dial(self.expect(me, os.urandom(32)), me)
+        while self.next_admitted()[0].certificate_der != me.der:
+            pass
+        return True
+
+    def next_admitted(self) -> tuple[ExpectChannel, SecureSocket]:
+        channel, secure = self.admitted.get(timeout=PATIENCE)
+        self.opened.append(secure)
+        return channel, secure
+
+    def dial(self, offer: ChannelOffer, own: Certificate) -> SecureSocket:
+        self.opened.append(dial(offer, own, PATIENCE))
+        return self.opened[-1]
+
+
+@pytest.fixture
+def host():
+    host = Host()
+    yield host
+    host.listener.close()
+    for secure in host.opened:
+        secure.close()
+
+
+def test_both_directions_carry_bytes_at_once(host: Host):
+    me = make_certificate()
+    mine = host.dial(host.expect(me), me)
+    _, theirs = host.next_admitted()
+    there, back = os.urandom(5 << 20), os.urandom(3 << 20)
+    received: dict[str, bytes] = {}
+
+    def read(name: str, channel: SecureSocket, size: int) -> None:
+        data, filled = bytearray(size), 0
+        while filled < size:
+            filled += channel.recv_into(memoryview(data)[filled:], PATIENCE)
+        received[name] = bytes(data)
+
+    threads = [
+        threading.Thread(target=mine.send_all, args=(there,)),
+        threading.Thread(target=theirs.send_all, args=(back,)),
+        threading.Thread(target=read, args=("there", theirs, len(there))),
+        threading.Thread(target=read, args=("back", mine, len(back))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert received == {"there": there, "back": back}
+
+
+def test_shutting_down_wakes_a_reader(host: Host):
+    me = make_certificate()
+    mine = host.dial(host.expect(me), me)
+    threading.Thread(target=mine.shut_down).start()
+    assert mine.recv_into(memoryview(bytearray(1)), PATIENCE) == 0
+
+
+def test_a_token_works_once(host: Host):
+    me = make_certificate()
+    offer = host.expect(me)
+    host.dial(offer, me)
+    host.expect(make_certificate(), b"another token that is awaited")
+    with pytest.raises((PeerLost, Refused)):
+        dial(offer, me, PATIENCE)
+    assert host.still_admits()
+
+
+def test_a_lapsed_token_opens_nothing(host: Host):
+    me = make_certificate()
+    offer = host.expect(me, lapses=0.0)
+    with pytest.raises((PeerLost, Refused)):
+        dial(offer, me, PATIENCE)
+    assert host.listener.statistics().expected == 0
+
+
+def test_the_right_token_with_another_certificate_opens_nothing(host: Host):
+    offer = host.expect(make_certificate())
+    with pytest.raises((PeerLost, Refused)):
+        dial(offer, make_certificate(), PATIENCE)
+    assert host.listener.statistics().admitted == 0
+    assert host.still_admits()
+
+
+def test_a_token_of_somebody_else_who_is_expected_opens_nothing(host: Host):
+    me, other = make_certificate(), make_certificate()
+    host.expect(me, b"my own token, thirty-two bytes..")
+    theirs = host.expect(other, b"another's token, thirty-two byte")
+    with pytest.raises(Refused):
+        dial(theirs, me, PATIENCE)
+    host.dial(theirs, other)
+
+
+def test_an_impostor_at_the_address_is_not_spoken_to(host: Host):
+    me, impostor = make_certificate(), make_certificate()
+    real = host.expect(me)
+    server = socket.create_server(("127.0.0.1", 0))
+    heard: list[bytes] = []
+
+    def pose() -> None:
+        connection, _ = server.accept()
+        try:
+            with server_context(impostor, [me.der]).wrap_socket(connection, server_side=True) as tls:
+                heard.append(tls.recv(100))
+        except OSError:
+            heard.append(b"")
+
+    thread = threading.Thread(target=pose)
+    thread.start()
+    with pytest.raises(PeerLost, match="CERTIFICATE_VERIFY_FAILED"):
+        dial(ChannelOffer(("127.0.0.1",), server.getsockname()[1], real.certificate_der, real.token), me, PATIENCE)
+    thread.join(PATIENCE)
+    server.close()
+    assert heard == [b""]
+
+
+def test_strangers_of_every_kind_leave_it_serving(host: Host):
+    with socket.create_connection(("127.0.0.1", host.listener.port)) as unexpected:
+        assert unexpected.recv(1) == b""  # nobody is expected: closed without a word
+    host.expect(make_certificate(), b"somebody who never comes........")
+    silent = [socket.create_connection(("127.0.0.1", host.listener.port)) for _ in range(MAX_HANDSHAKES * 2)]
+    for number, stranger in enumerate(silent):
+        if number % 2:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" if number % 4 == 1 else os.urandom(3000))
+    assert host.still_admits()
+    assert host.listener.statistics().handshakes <= MAX_HANDSHAKES
+    for stranger in silent:
+        stranger.close()
+
+
+def test_older_tls_and_no_certificate_open_nothing(host: Host):
+    host.expect(make_certificate())
+    for change in ("old", "anonymous"):
+        context = client_context(make_certificate(), host.certificate.der)
+        if change == "old":
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.maximum_version = ssl.TLSVersion.TLSv1_2
+        else:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with pytest.raises(OSError):
+            speak(host, context)
+    assert host.still_admits()
+
+
+def speak(host: Host, context: ssl.SSLContext) -> None:
+    with (
+        socket.create_connection(("127.0.0.1", host.listener.port), PATIENCE) as plain,
+        context.wrap_socket(plain) as tls,
+    ):
+        tls.sendall(bytes([32]) + b"t" * 32)
+        assert tls.recv(1) == b"?"
+
+
+@pytest.mark.parametrize("der", [b"garbage", b"\x30\x82\x01\x00", b""])
+def test_what_is_no_certificate_is_refused(der: bytes):
+    with pytest.raises(ProtocolError):
+        check_certificate(der)
+
+
+async def test_an_origin_gets_its_records(host: Host):
+    me = make_certificate()
+    offer = host.expect(me)
+    channel = await open_origin_channel(offer, me, epoch=3, timeout_seconds=PATIENCE)
+    _, theirs = await trio.to_thread.run_sync(host.next_admitted)
+    sent = [Token("5" * 32, index, index * 7, "") for index in range(50)]
+    for record in sent:
+        theirs.send_all(encode_frame(Frame(FrameKind.RECORD, 3, 0, RUNNER_RECORDS.encode(record)))[0])
+    with trio.fail_after(PATIENCE):
+        assert [await channel.receive() for _ in sent] == sent
+        theirs.shut_down()
+        with pytest.raises(PeerLost):
+            await channel.receive()
+    await channel.aclose()
+
+
+async def test_an_origin_is_told_that_it_was_refused(host: Host):
+    me = make_certificate()
+    offer = host.expect(me)
+    await (await open_origin_channel(offer, me, epoch=0, timeout_seconds=PATIENCE)).aclose()
+    host.expect(me, b"a token that it does not know...")
+    with pytest.raises((Refused, PeerLost)):
+        await open_origin_channel(offer, me, epoch=0, timeout_seconds=PATIENCE)
+    with pytest.raises(PeerLost):
+        await open_origin_channel(
+            ChannelOffer(("127.0.0.1",), 1, me.der, b"t" * 16), me, epoch=0, timeout_seconds=PATIENCE
+        )
