@@ -84,6 +84,7 @@ class OriginLink:
         async with trio.open_nursery() as nursery:
             for channel in self._channels:
                 nursery.start_soon(self._read, channel, nursery.cancel_scope)
+            watch = ports.watch()
             # A stopped machine keeps its sockets open, so the channels may stay silent: the view tells.
             while True:
                 nodes = ports.topology().by_id
@@ -91,7 +92,7 @@ class OriginLink:
                 if gone:
                     self.lost = f"node {gone[0]} is gone"
                     nursery.cancel_scope.cancel()
-                await ports.next_change()
+                await watch.changed()
 
     async def aclose(self, why: str) -> None:
         """End every session on this link with `why`."""
@@ -206,6 +207,6 @@ class OriginLinks:
                 if known:
                     hosts = (known, *(host for host in offer.hosts if host != known))
                     offer = ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)
-            return await self._ports.open_channel(offer)
+            return await self._ports.open_channel(offer, instance.epoch)
         except (Refused, DeadlineExceeded) as error:
             raise PeerLost(f"seat {seat_index} of instance {instance.instance_id} is not there: {error}") from error

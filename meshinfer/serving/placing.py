@@ -97,15 +97,16 @@ class Placer:
             PeerLost: no planner answers, or what was placed broke again and again; with the last reason.
         """
         failure = "no planner answered"
+        watch = self._ports.watch()
         for _ in range(PLACING_TRIES):
             instance = self._instance_of(model_id)
             if instance is None or instance.state == "broken":
                 waiting(Waiting("planning", 0.0))
                 placed = await self.place(Place(model_id, workload, Constraints()))
-                instance = await self._appears(placed)
+                instance = await self.appears(placed)
             while instance is not None and instance.state in {"placing", "loading"}:
                 waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
-                await self._ports.next_change()
+                await watch.changed()
                 now = self._instance_of(model_id)
                 if now is None or now.state == "broken":
                     failure = (
@@ -127,6 +128,17 @@ class Placer:
             except (PeerLost, DeadlineExceeded) as error:
                 log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
         return await self.place_here(ask)
+
+    async def appears(self, placed: Placed) -> Instance | None:
+        """The placed instance once it shows in this node's view; None if it does not in time."""
+        watch = self._ports.watch()
+        with trio.move_on_after(ANNOUNCE_SECONDS):
+            while True:
+                for instance in self._ports.instances():
+                    if instance.instance_id == placed.instance_id and instance.epoch >= placed.epoch:
+                        return instance
+                await watch.changed()
+        return None
 
     async def delete(self, instance_id: InstanceId) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
         """Free an instance on every node: bytes freed by each, and who did not confirm.
@@ -331,16 +343,6 @@ class Placer:
             key=lambda instance: (order[instance.state], instance.instance_id),
             default=None,
         )
-
-    async def _appears(self, placed: Placed) -> Instance | None:
-        """The placed instance once it shows in this node's view; None if it does not in time."""
-        with trio.move_on_after(ANNOUNCE_SECONDS):
-            while True:
-                for instance in self._ports.instances():
-                    if instance.instance_id == placed.instance_id and instance.epoch >= placed.epoch:
-                        return instance
-                await self._ports.next_change()
-        return None
 
     def _remember(self, placed: Placed) -> None:
         self._just_placed[placed.instance_id] = _JustPlaced(placed, trio.current_time() + ANNOUNCE_SECONDS)

@@ -20,6 +20,14 @@ from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.records import OriginRecord, RunnerRecord
 
 
+class Watch(Protocol):
+    """Tells of changes, and misses none that come while its owner is busy."""
+
+    async def changed(self) -> None:
+        """Returns once something has changed since the last return, or since the watch was made."""
+        ...
+
+
 class OriginChannel(Protocol):
     """An open channel from an origin to one runner (`transport.origin` has the real one)."""
 
@@ -40,8 +48,8 @@ class Ports:
     transport: Transport
     topology: Callable[[], Topology]
     """The live members now, this node among them."""
-    next_change: Callable[[], Awaitable[None]]
-    """Returns when the topology is another than at the call."""
+    watch: Callable[[], Watch]
+    """A watch on the topology, up to date at the call."""
     announce: Callable[[tuple[SeatReport, ...], tuple[Placement, ...], int], None]
     """Put these seats, their placements and the promised bytes on this node's card."""
     model_path: Callable[[ModelId], Path]
@@ -49,8 +57,8 @@ class Ports:
     model_cards: ModelCards
     start_runner: Callable[[], Awaitable[Runner]]
     """A fresh runner process (or a fake one, in simulations)."""
-    open_channel: Callable[[ChannelOffer], Awaitable[OriginChannel]]
-    """This node, as an origin, dials a runner's channel."""
+    open_channel: Callable[[ChannelOffer, int], Awaitable[OriginChannel]]
+    """This node, as an origin, dials the channel that a runner offers for that epoch. Raises PeerLost."""
     origin_certificate_der: bytes
     """What this node shows when it dials runners as an origin."""
 

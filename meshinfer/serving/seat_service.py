@@ -292,12 +292,13 @@ class SeatService:
     # --- watching -------------------------------------------------------------------------------
 
     async def _watch_view(self) -> None:
+        watch = self._ports.watch()
         while True:
             topology = self._ports.topology()
             live = frozenset(topology.by_id)
             effects = self._ledger.view_changed(self._ports.instances(), live, trio.current_time())
             await self._perform(effects)
-            await self._ports.next_change()
+            await watch.changed()
 
     async def _watch_clock(self) -> None:
         while True:

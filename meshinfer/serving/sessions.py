@@ -31,6 +31,8 @@ EVENT_BUFFER = 16
 """Between a session and its HTTP response: enough for a burst; beyond it the session's own queue holds the rest."""
 CANCEL_SECONDS = 2.0
 """For telling the stages that a session is over, before its client's response is given up."""
+READY_SECONDS = 1.0
+"""For a task of our own to run once; longer means that the event loop is held up."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,17 @@ class Sessions:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             await trio.sleep_forever()
+
+    async def ready(self) -> tuple[bool, str]:
+        """Whether a request would get as far as its instance: the tasks that carry it run; and why not."""
+        if self._nursery is None:
+            return False, "the node is starting"
+        answered = trio.Event()
+        self._nursery.start_soon(_touch, answered)
+        with trio.move_on_after(READY_SECONDS):
+            await answered.wait()
+            return True, ""
+        return False, f"the request tasks did not answer within {READY_SECONDS:.0f} s"
 
     @property
     def count(self) -> int:
@@ -172,6 +185,11 @@ class Sessions:
             f"the answer broke off after {len(token_log.emitted)} tokens: {link.lost or 'the session was dropped'}",
             do="ask again: the model will be placed on the nodes that are left",
         )
+
+
+async def _touch(event: trio.Event) -> None:
+    await trio.lowlevel.checkpoint()
+    event.set()
 
 
 def _check_context(request: GenerateRequest, instance: Instance) -> None:

@@ -1,0 +1,114 @@
+"""What this machine can give: memory, cores, and what its engine says of itself.
+
+The engine is asked in a process of its own (the agent never loads MLX); that takes 1 to 2 s, so the
+answer is kept in the home, under the versions and the machine that it is true for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import trio
+
+from meshinfer.base.errors import MeshinferError
+from meshinfer.base.ids import digest_hex
+
+ENGINE_ANSWER_SECONDS = 60.0
+"""For importing MLX in a fresh process: 2 s, more on a cold disk or a busy machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the engine says of this machine."""
+
+    accelerator: str
+    computes_float32: bool
+    device_memory_bytes: int | None
+    """None: it computes in main memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What a node's card says of its machine."""
+
+    platform: str
+    accelerator: str
+    computes_float32: bool
+    cpu_cores: int
+    memory_total_bytes: int
+    memory_usable_bytes: int
+
+
+async def measure_machine(home: Path, memory_limit_bytes: int, memory_reserve: float) -> MachineFacts:
+    """The facts, with usable memory as the operator's limit, or else what is available now less the reserve.
+
+    Raises:
+        MeshinferError: the engine cannot be loaded, with its own words.
+    """
+    engine = await trio.to_thread.run_sync(_engine_facts, home)
+    memory = psutil.virtual_memory()
+    available = int(memory.available * (1 - memory_reserve))
+    if engine.device_memory_bytes is not None:
+        available = min(available, int(engine.device_memory_bytes * (1 - memory_reserve)))
+    return MachineFacts(
+        platform=f"{platform.system()} {platform.machine()}",
+        accelerator=engine.accelerator,
+        computes_float32=engine.computes_float32,
+        cpu_cores=psutil.cpu_count() or 1,
+        memory_total_bytes=memory.total,
+        memory_usable_bytes=min(memory_limit_bytes, memory.total) if memory_limit_bytes else available,
+    )
+
+
+def load_per_core() -> float:
+    """Run queue per core, one minute average."""
+    return round(os.getloadavg()[0] / (psutil.cpu_count() or 1), 2)
+
+
+def _engine_facts(home: Path) -> EngineFacts:
+    versions = [importlib.metadata.version(name) for name in ("meshinfer", "mlx", "mlx-lm")]
+    key = digest_hex("|".join([*versions, platform.platform(), sys.executable]).encode())
+    remembered = home / "engine.json"
+    try:
+        kept = json.loads(remembered.read_text())
+        if kept["key"] == key:
+            return _facts_from(kept["facts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not asked yet, or by another version: ask
+    facts = _ask_engine()
+    partial = remembered.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps({"key": key, "facts": asdict(facts)}))
+    partial.replace(remembered)
+    return facts
+
+
+def _ask_engine() -> EngineFacts:
+    command = [sys.executable, "-m", "meshinfer.runner", "accelerator"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_ANSWER_SECONDS, check=True)
+        return _facts_from(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.CalledProcessError as error:
+        raise MeshinferError(
+            f"the engine cannot be loaded: {(error.stderr or error.stdout)[-500:].strip()}",
+            do="reinstall meshinfer in a fresh environment",
+        ) from error
+    except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError, IndexError) as error:
+        raise MeshinferError(
+            f"the engine gave no usable answer ({error})", do="run it again; see " + " ".join(command)
+        ) from error
+
+
+def _facts_from(answer: dict[str, Any]) -> EngineFacts:
+    memory = answer["device_memory_bytes"]
+    return EngineFacts(
+        str(answer["accelerator"])[:128], bool(answer["computes_float32"]), None if memory is None else int(memory)
+    )

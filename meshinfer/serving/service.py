@@ -1,0 +1,37 @@
+"""The services of this room, wired together in the only order there is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import trio
+
+from meshinfer.serving.origin_links import OriginLinks
+from meshinfer.serving.placing import Placer
+from meshinfer.serving.ports import Ports
+from meshinfer.serving.seat_service import SeatService
+from meshinfer.serving.sessions import Sessions
+
+
+class Serving(NamedTuple):
+    """Seats of this node, placing, and the requests that enter here."""
+
+    ports: Ports
+    seats: SeatService
+    placer: Placer
+    links: OriginLinks
+    sessions: Sessions
+
+    @classmethod
+    def of(cls, ports: Ports) -> Serving:
+        seats = SeatService(ports)
+        placer = Placer(ports, seats)
+        links = OriginLinks(ports, seats)
+        return cls(ports, seats, placer, links, Sessions(ports, placer, links))
+
+    async def run(self) -> None:
+        """Run all of them until cancelled; runners are gone when this returns."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.seats.run, name="seats")
+            nursery.start_soon(self.links.run, name="origin links")
+            nursery.start_soon(self.sessions.run, name="sessions")
