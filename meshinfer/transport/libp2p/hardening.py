@@ -1,0 +1,140 @@
+"""What py-libp2p 0.8.1 lacks to be left running: each cure beside what happens without it.
+
+All of it is set on instances, from outside; nothing of the library is changed for anyone else. The
+cures hold on to private names, which the next minor version may rename, so `check_names` looks for
+each of them at start and refuses to go on without: an agent with half its armour is worse than one
+that does not start. The attack list in tests/mesh/test_attacks.py shows each cure at work.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from typing import Any
+
+import trio
+from libp2p.abc import INetStream
+from libp2p.host.basic_host import BasicHost, _IdentifyNotifee  # pyright: ignore[reportPrivateUsage]
+from libp2p.identity.identify.identify import ID as IDENTIFY
+from libp2p.identity.identify_push.identify_push import ID_PUSH as IDENTIFY_PUSH
+from libp2p.network.swarm import Swarm
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pubsub import Pubsub
+
+from meshinfer.base.errors import MeshinferError
+
+log = logging.getLogger(__name__)
+
+PIN = "0.8.1"
+STREAMS_PER_PEER = 64
+"""Streams that a peer may have open towards us. A member needs three: gossip, calls, a ping now and then."""
+
+# Names of the library that this package calls, wraps or sets, though no document promises them.
+_PUBSUB_TASKS = ("push_msg", "_replay_recent_messages", "_handle_new_peer_with_retry")
+_ROUTER_TASKS = ("on_peer_subscribed", "flush_pending_messages", "handle_rpc")
+_SWARM_NAMES = ("add_conn", "upgrader", "connections", "notifees", "remove_notifee", "set_stream_handler")
+_HOST_NAMES = ("_swarm_stream_handler", "multiselect_client", "remove_stream_handler")
+_UPGRADER_NAMES = ("upgrade_security", "upgrade_connection", "security_multistream")
+_PUBSUB_NAMES = (*_PUBSUB_TASKS, "counter", "peer_topics")
+
+
+def check_names(host: BasicHost, pubsub: Pubsub, router: GossipSub) -> None:
+    """Looks for every unpromised name that we lean on.
+
+    Raises:
+        MeshinferError: one is missing; it names the version that has them all.
+    """
+    swarm = host.get_network()
+    upgrader = getattr(swarm, "upgrader", None)
+    wanted: tuple[tuple[object, tuple[str, ...]], ...] = (
+        (host, _HOST_NAMES),
+        (swarm, _SWARM_NAMES),
+        (upgrader, _UPGRADER_NAMES),
+        (getattr(upgrader, "security_multistream", None), ("secure_inbound", "secure_outbound")),
+        (pubsub, _PUBSUB_NAMES),
+        (router, _ROUTER_TASKS),
+    )
+    for owner, names in wanted:
+        for name in names:
+            if not hasattr(owner, name):
+                raise MeshinferError(
+                    f"libp2p {metadata.version('libp2p')} has no {type(owner).__name__}.{name}, which our protection needs",
+                    expected=f"libp2p {PIN}",
+                    do=f"run `pip install libp2p=={PIN}`",
+                )
+
+
+def harden_host(host: BasicHost, swarm: Swarm, may_speak: Callable[[object], bool]) -> None:
+    """No error in a stream of one peer reaches anyone else, and nobody has streams without end.
+
+    Without it, a handler's exception, or the name of a protocol that is not UTF-8, ends the whole
+    node, and an end of stream that a handler lets out leaves a connection that looks alive and is not.
+
+    `may_speak` says of a connection, as the muxer knows it, whether its peer has proved its membership.
+    """
+    inner = host._swarm_stream_handler  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    streams: Counter[bytes] = Counter()
+
+    async def handle(stream: INetStream) -> None:
+        peer = stream.muxed_conn.peer_id.to_bytes()
+        if not may_speak(stream.muxed_conn) or streams[peer] >= STREAMS_PER_PEER:
+            await reset(stream)
+            return
+        streams[peer] += 1
+        try:
+            await inner(stream)
+        except Exception:  # whatever it is, it concerns one stream of one peer
+            log.debug("a stream of %s failed", stream.muxed_conn.peer_id, exc_info=True)
+            await reset(stream)
+        finally:
+            streams[peer] -= 1
+            if not streams[peer]:
+                del streams[peer]
+
+    swarm.set_stream_handler(handle)
+
+
+def remove_identify(host: BasicHost, swarm: Swarm) -> None:
+    """Takes out the identify protocol: peers tell each other in their cards what they are, and each protocol that is
+    not there need not be defended. It also costs two streams per connection.
+    """
+    for notifee in [notifee for notifee in swarm.notifees if isinstance(notifee, _IdentifyNotifee)]:
+        swarm.remove_notifee(notifee)
+    for protocol in (IDENTIFY, IDENTIFY_PUSH):
+        host.remove_stream_handler(protocol)
+
+
+def harden_pubsub(pubsub: Pubsub, router: GossipSub) -> None:
+    """No error over a received message ends the gossip service, and with it the node.
+
+    Without it one message with a key or an author that cannot be parsed does that. The counter
+    starts at nanoseconds, since the library's starts at seconds: after a restart within the same
+    minutes, our messages would pass for repetitions (0 of 40 delivered, measured).
+    """
+    pubsub.counter = time.time_ns()
+    for name in _PUBSUB_TASKS:
+        setattr(pubsub, name, _contained(getattr(pubsub, name), name))
+    for name in _ROUTER_TASKS:
+        setattr(router, name, _contained(getattr(router, name), name))
+
+
+def _contained(task: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[None]]:
+    async def contained(*arguments: Any, **named: Any) -> None:
+        try:
+            await task(*arguments, **named)
+        except Exception:  # it concerns one message of one peer
+            log.debug("gossip: %s failed", name, exc_info=True)
+
+    return contained
+
+
+async def reset(stream: INetStream) -> None:
+    """Gives up a stream, within a second, whatever happens around it."""
+    with trio.move_on_after(1, shield=True):
+        try:
+            await stream.reset()
+        except Exception:  # it is being given up
+            log.debug("a stream could not be reset", exc_info=True)
