@@ -175,7 +175,7 @@ class Placer:
     async def preview(self, model_id: ModelId, workload: Workload, constraints: Constraints) -> Preview:
         """What could be placed now, and what could not and why."""
         info = await self._ports.model_cards.get(model_id)
-        return plan(self._ports.topology(), info.card, workload, constraints)
+        return self._plan(self._ports.topology(), info.card, workload, constraints)
 
     async def place_here(self, ask: Place) -> Placed:
         """Place it as the planner.
@@ -225,10 +225,15 @@ class Placer:
 
     def _candidates(self, ask: Place, card: ModelCard, topology: Topology) -> tuple[list[Plan], list[Refusal]]:
         if ask.placement is not None:
-            verdict = validate_placement(ask.placement, topology, card)
+            chunk = self._ports.settings.prefill_chunk_tokens
+            verdict = validate_placement(ask.placement, topology, card, may_fetch=True, prefill_chunk_tokens=chunk)
             return ([verdict], []) if isinstance(verdict, Plan) else ([], [verdict])
-        preview = plan(topology, card, ask.workload, ask.constraints)
+        preview = self._plan(topology, card, ask.workload, ask.constraints)
         return list(preview.plans), list(preview.refusals)
+
+    def _plan(self, topology: Topology, card: ModelCard, workload: Workload, constraints: Constraints) -> Preview:
+        chunk = self._ports.settings.prefill_chunk_tokens
+        return plan(topology, card, workload, constraints, may_fetch=True, prefill_chunk_tokens=chunk)
 
     def _existing(self, ask: Place) -> Placed | None:
         """An instance that already is (or is becoming) what is asked for."""

@@ -52,9 +52,10 @@ class Ports:
     """A watch on the topology, up to date at the call."""
     announce: Callable[[tuple[SeatReport, ...], tuple[Placement, ...], int], None]
     """Put these seats, their placements and the promised bytes on this node's card."""
-    model_path: Callable[[ModelId], Path]
-    """Where a held model's files lie, sizes checked. Raises UnknownModel or CorruptModel."""
     model_cards: ModelCards
+    model_path: Callable[[ModelId, Callable[[int, int], None]], Awaitable[Path]]
+    """Where the model's files lie, sizes checked; fetched from a peer first if they are not here, which calls
+    back with (bytes done, bytes in all). Raises UnknownModel, CorruptModel, PeerLost, NoRoom (disk)."""
     start_runner: Callable[[], Awaitable[Runner]]
     """A fresh runner process (or a fake one, in simulations)."""
     open_channel: Callable[[ChannelOffer, int], Awaitable[OriginChannel]]

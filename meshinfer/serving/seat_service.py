@@ -33,7 +33,7 @@ from meshinfer.wire.messages import (
     OpenChannel,
     SeatRef,
 )
-from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Heartbeat, LoadSeat, RunnerMessage
+from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Heartbeat, Loading, LoadSeat, RunnerMessage
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +209,13 @@ class SeatService:
 
     async def _run_seat(self, key: SeatKey, placement: Placement) -> None:
         """One runner's life, from its start to its obituary."""
+
+        def fetched(done_bytes: int, total_bytes: int) -> None:
+            self._ledger.runner_said(key, Loading(done_bytes, total_bytes), trio.current_time())
+            self._announce()
+
         try:
-            path = await trio.to_thread.run_sync(self._ports.model_path, placement.model_id)
+            path = await self._ports.model_path(placement.model_id, fetched)
             runner = await self._ports.start_runner()
         except (MeshinferError, OSError) as error:
             await self._perform(self._ledger.fail(key, str(error), trio.current_time()))

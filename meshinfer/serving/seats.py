@@ -86,6 +86,8 @@ class _Seat:
     """leased: when the promise ends. failed: when the seat is forgotten. Else unused."""
     last_progress_at: float
     progress: float = 0.0
+    done_bytes: int = 0
+    """Fetched, then loaded: what must grow for the seat to be alive while it loads."""
     resident_bytes: int = 0
     sessions: int = 0
     step_seconds: float = 0.0
@@ -206,11 +208,12 @@ class SeatLedger:
             return []
         match message:
             case Listening():
-                seat.last_progress_at = now
-            case Loading(loaded_bytes, total_bytes):
-                progress = min(1.0, loaded_bytes / total_bytes) if total_bytes else 0.0
-                if progress > seat.progress:
-                    seat.progress, seat.last_progress_at = progress, now
+                # Its files may have been fetched from a peer before: loading counts from nothing again.
+                seat.done_bytes, seat.last_progress_at = 0, now
+            case Loading(done_bytes, total_bytes):
+                if done_bytes > seat.done_bytes:
+                    seat.done_bytes, seat.last_progress_at = done_bytes, now
+                    seat.progress = min(1.0, done_bytes / total_bytes) if total_bytes else 0.0
             case Loaded(active_bytes):
                 seat.progress, seat.resident_bytes, seat.last_progress_at, seat.loaded = 1.0, active_bytes, now, True
             case Linked():
