@@ -68,6 +68,10 @@ class ModelCard:
     """What crosses a cut, per token: hidden_size × the tensors carried."""
     float_bytes_per_element: Annotated[int, between(1, 8)]
     """Of activations and caches on a node that keeps the file's float type."""
+    intermediate_size: Count = 0
+    """Width that one token has inside the widest MLP (for MoE: over all experts that it visits); 0: not known."""
+    attention_heads: Count = 0
+    """Query heads; 0: not known."""
 
     @property
     def layer_count(self) -> int:

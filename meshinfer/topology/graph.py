@@ -33,10 +33,13 @@ class Topology:
 
     @classmethod
     def of(cls, cards: Iterable[NodeCard], links: Iterable[Link]) -> Topology:
-        nodes = tuple(sorted(cards, key=lambda card: card.node_id))
-        known = {card.node_id for card in nodes}
-        kept = (link for link in links if link.source in known and link.target in known)
-        return cls(nodes, tuple(sorted(kept, key=lambda link: (link.source, link.target))))
+        """Of several cards of one node the latest counts, of several links of one pair the freshest: input order never."""
+        latest = {card.node_id: card for card in sorted(cards, key=lambda card: card.order)}
+        nodes = tuple(sorted(latest.values(), key=lambda card: card.node_id))
+        stalest_first = sorted(links, key=lambda link: (-link.age_seconds, link.rtt_seconds))
+        freshest = {(link.source, link.target): link for link in stalest_first}
+        kept = (link for (source, target), link in sorted(freshest.items()) if {source, target} <= latest.keys())
+        return cls(nodes, tuple(link for link in kept if link.source != link.target))
 
     @cached_property
     def by_id(self) -> dict[NodeId, NodeCard]:
@@ -56,7 +59,9 @@ class Topology:
                     card.incarnation,
                     card.memory_usable_bytes,
                     card.memory_promised_bytes,
+                    card.runner_overhead_bytes,
                     card.computes_float32,
+                    card.leaving,
                     tuple((model.model_id, model.digest) for model in card.models),
                     tuple((seat.instance_id, seat.epoch, seat.seat_index, seat.state) for seat in card.seats),
                 )

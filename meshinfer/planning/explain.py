@@ -1,0 +1,307 @@
+"""What a plan binds on and why it is the choice, why another is not, why one cannot be: in sentences and numbers.
+
+Every sentence is bounded (its field travels), names at most eight nodes, and a refusal ends with
+what a person can do about it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from meshinfer.base.ids import NodeId
+from meshinfer.base.units import format_bytes, format_seconds
+from meshinfer.planning.hops import cycle_hops, hop_nanoseconds, is_measured
+from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.plan import Plan, Refusal, SeatMemory
+from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.topology.card import NodeCard
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.placement import Placement
+
+NAMED_NODES = 8
+ADVICE = "Free memory, lower --context or --concurrency, or add a laptop."
+
+
+def refusal(
+    constraint: str,
+    explanation: str,
+    nodes: Iterable[NodeId] = (),
+    memory: Sequence[SeatMemory] = (),
+    placement: Placement | None = None,
+) -> Refusal:
+    """A refusal of a pipeline, or of `placement`'s strategy, within its fields' bounds."""
+    return Refusal(
+        strategy=placement.strategy if placement else "pipeline",
+        channel=placement.channel if placement else "libp2p",
+        nodes=tuple(nodes)[:256],
+        constraint=constraint,
+        explanation=_clip(explanation, 2048),
+        memory=tuple(memory)[:256],
+    )
+
+
+def name(topology: Topology, node_id: NodeId) -> str:
+    """What people call a node; with the end of its id where the name is empty or not its alone."""
+    card = topology.by_id.get(node_id)
+    if card is None or not card.name:
+        return f"…{node_id[-8:]}"
+    shared = Counter(node.name for node in topology.nodes)[card.name] > 1
+    return f"{card.name} (…{node_id[-8:]})" if shared else card.name
+
+
+def names(topology: Topology, node_ids: Sequence[NodeId]) -> str:
+    """`a`, `a and b`, `a, b and 5 more`."""
+    shown = [name(topology, node_id) for node_id in node_ids[:NAMED_NODES]]
+    if len(node_ids) > NAMED_NODES:
+        shown.append(f"{len(node_ids) - NAMED_NODES} more")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+def binds(topology: Topology, placement: Placement, memory: Sequence[SeatMemory]) -> str:
+    """What limits this candidate: the fullest node's memory, or the slowest link once memory is ample."""
+    fullest = max(memory, key=lambda seat: seat.need_bytes / max(1, seat.free_bytes))
+    share = fullest.need_bytes / max(1, fullest.free_bytes)
+    text = (
+        f"memory of {name(topology, fullest.node_id)}: {format_bytes(fullest.need_bytes)} of "
+        f"{format_bytes(fullest.free_bytes)} free ({share:.0%})"
+    )
+    hops = cycle_hops([seat.node_id for seat in placement.seats])
+    # Under four fifths a node has room for more layers or sessions; then what slows each token is the link.
+    if hops and share < 0.8:
+        source, target = max(hops, key=lambda hop: (hop_nanoseconds(topology, *hop), hop))
+        seconds = hop_nanoseconds(topology, source, target) / 1e9
+        measured = "" if is_measured(topology, source, target) else ", assumed: nobody has measured it yet"
+        text = (
+            f"link {name(topology, source)} → {name(topology, target)}: {format_seconds(seconds)} one way{measured}; "
+            f"the fullest {text}"
+        )
+    return _clip(text, 512)
+
+
+def reasons(topology: Topology, card: ModelCard, plans: Sequence[Plan], too_tight: Sequence[Refusal]) -> list[str]:
+    """Why the first of `plans` is the choice, and why each other is not."""
+    choice = plans[0]
+    return [
+        _clip(
+            (_why_chosen(topology, choice, too_tight) if each is choice else _why_not(topology, choice, each))
+            + _fetching(topology, card, each),
+            512,
+        )
+        for each in plans
+    ]
+
+
+def _why_chosen(topology: Topology, choice: Plan, too_tight: Sequence[Refusal]) -> str:
+    if len(choice.memory) == 1:
+        seat = choice.memory[0]
+        return (
+            f"{name(topology, seat.node_id)} holds all {choice.placement.layer_count} layers alone, in "
+            f"{format_bytes(seat.need_bytes)} of {format_bytes(seat.free_bytes)} free; no link slows it"
+        )
+    alone = ""
+    if too_tight:
+        seat = too_tight[0].memory[0]
+        alone = (
+            f"no node holds it alone (the largest, {name(topology, seat.node_id)}, lacks "
+            f"{format_bytes(seat.shortfall_bytes)}); "
+        )
+    return (
+        f"{alone}{len(choice.memory)} nodes are the fewest that do, and this order spends the least time on links: "
+        f"{format_seconds(choice.predicted_hop_seconds)} per token"
+    )
+
+
+def _why_not(topology: Topology, choice: Plan, other: Plan) -> str:
+    more = len(other.memory) - len(choice.memory)
+    slower = other.predicted_hop_seconds - choice.predicted_hop_seconds
+    links = f"{format_seconds(other.predicted_hop_seconds)} of links per token"
+    if more:
+        return f"{more} node more than needed: {links}, {format_seconds(slower)} more than the choice"
+    if len(other.memory) == 1:
+        here, there = other.memory[0], choice.memory[0]
+        return (
+            f"{name(topology, here.node_id)} holds all layers too, with {format_bytes(here.free_bytes)} free against "
+            f"{format_bytes(there.free_bytes)} of the choice"
+        )
+    return f"as many nodes, but {links} against {format_seconds(choice.predicted_hop_seconds)} of the choice"
+
+
+def _fetching(topology: Topology, card: ModelCard, each: Plan) -> str:
+    fetching = [
+        node_id
+        for node_id in each.placement.node_ids
+        if all((held.model_id, held.digest) != (card.model_id, card.digest) for held in topology.by_id[node_id].models)
+    ]
+    return f"; {names(topology, fetching)} fetch the files first" if fetching else ""
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def too_small(topology: Topology, card: ModelCard, node: NodeCard, memory: tuple[SeatMemory, ...]) -> Refusal:
+    """One node that cannot hold the model alone."""
+    seat = memory[0]
+    return refusal(
+        "memory",
+        f"{name(topology, node.node_id)} alone: {card.model_id} needs {_parts(memory)}; "
+        f"{format_bytes(seat.free_bytes)} are free, {format_bytes(seat.shortfall_bytes)} short.",
+        (node.node_id,),
+        memory,
+    )
+
+
+def mesh_too_small(
+    topology: Topology,
+    card: ModelCard,
+    workload: Workload,
+    memory: Sequence[SeatMemory],
+    nodes: Sequence[NodeCard],
+) -> str:
+    """Why all nodes together cannot hold it. `memory`: the fairest cut; `nodes`: all that may take part."""
+    need = sum(seat.need_bytes for seat in memory)
+    free = sum(node.memory_free_bytes for node in nodes)
+    shown = ", ".join(
+        f"{name(topology, node.node_id)} {format_bytes(node.memory_free_bytes)}" for node in nodes[:NAMED_NODES]
+    )
+    more = f" and {len(nodes) - NAMED_NODES} more" if len(nodes) > NAMED_NODES else ""
+    worst = max(memory, key=lambda seat: (seat.shortfall_bytes, seat.node_id))
+    why = ""
+    if need <= free:
+        why = (
+            f" Its layers cannot be cut so that every node can hold its part: at best "
+            f"{name(topology, worst.node_id)} is {format_bytes(worst.shortfall_bytes)} short."
+        )
+    return (
+        f"{card.model_id} needs {_parts(memory)} for {workload.concurrency} × {workload.context_tokens} tokens; "
+        f"the mesh has {format_bytes(free)} free: {shown}{more}.{why} {ADVICE}"
+    )
+
+
+def cannot_be_cut(topology: Topology, card: ModelCard, alone: Sequence[SeatMemory]) -> Refusal:
+    """No legal cut, and no node holds it whole. `alone`: the whole model on each node, largest first."""
+    seat = alone[0]
+    text = (
+        f"{card.model_id} cannot be cut into stages, so one node must hold all of it: {_parts((seat,))}; the largest, "
+        f"{name(topology, seat.node_id)}, has {format_bytes(seat.free_bytes)} free. "
+        f"Free memory there, or lower --context or --concurrency."
+    )
+    return refusal("cut", text, [each.node_id for each in alone], alone)
+
+
+def seats_too_large(topology: Topology, memory: Sequence[SeatMemory]) -> str:
+    """A manual placement whose seats do not fit."""
+    short = [seat for seat in memory if seat.shortfall_bytes]
+    listed = "; ".join(
+        f"{name(topology, seat.node_id)} needs {_parts((seat,))} and has {format_bytes(seat.free_bytes)} free, "
+        f"{format_bytes(seat.shortfall_bytes)} short"
+        for seat in short[:NAMED_NODES]
+    )
+    return f"{listed}. Give these nodes fewer layers, or lower --context or --concurrency."
+
+
+def _parts(memory: Sequence[SeatMemory]) -> str:
+    """`412 MiB in all (weights 114 MiB, …)`."""
+    stages = f" as {len(memory)} stages" if len(memory) > 1 else ""
+    return (
+        f"{format_bytes(sum(seat.need_bytes for seat in memory))} in all{stages} "
+        f"(weights {format_bytes(sum(seat.weight_bytes for seat in memory))}, "
+        f"cache {format_bytes(sum(seat.cache_bytes for seat in memory))}, "
+        f"prefill {format_bytes(sum(seat.activation_bytes for seat in memory))}, "
+        f"runners {format_bytes(sum(seat.overhead_bytes for seat in memory))})"
+    )
+
+
+# --- nodes, files, cuts, build ------------------------------------------------------------------
+
+
+def not_alive(topology: Topology, node_ids: Sequence[NodeId]) -> str:
+    """Nodes that were named and are not there."""
+    return (
+        f"{names(topology, node_ids)} {_is(node_ids)} not in the mesh now. "
+        f"`meshinfer status` shows the {len(topology.nodes)} live nodes."
+    )
+
+
+def are_leaving(topology: Topology, nodes: Sequence[NodeCard]) -> str:
+    """Nodes that take nothing new."""
+    return f"{names(topology, [node.node_id for node in nodes])} {_is(nodes)} leaving the mesh and take nothing new."
+
+
+def none_allowed(topology: Topology, constraints: Constraints) -> str:
+    """The constraints leave nobody."""
+    if not topology.nodes:
+        return "No node is alive."
+    return (
+        f"The constraints leave none of the {len(topology.nodes)} live nodes "
+        f"({len(constraints.exclude)} are excluded). Allow at least one."
+    )
+
+
+def nobody_holds(card: ModelCard, topology: Topology) -> str:
+    """No files of this digest in the mesh."""
+    others = [node.node_id for node in topology.nodes if any(held.model_id == card.model_id for held in node.models)]
+    other = f" ({names(topology, others)} {_hold(others)} another revision)" if others else ""
+    return (
+        f"No live node holds the files of {card.model_id} with digest {card.digest[:16]}{other}. "
+        f"`meshinfer models pull {card.model_id}` on a node with room for it."
+    )
+
+
+def without_files(topology: Topology, card: ModelCard, nodes: Sequence[NodeCard]) -> str:
+    """Nodes that lack the files, or have others."""
+    return (
+        f"{names(topology, [node.node_id for node in nodes])} {_hold(nodes, negated=True)} the files of "
+        f"{card.model_id} with digest {card.digest[:16]}. `meshinfer models pull {card.model_id}` there."
+    )
+
+
+def other_model(placement: Placement, card: ModelCard) -> str:
+    """A placement of another model or revision."""
+    return (
+        f"The placement is of {placement.model_id} with digest {placement.model_digest[:16]}; this mesh has "
+        f"{card.model_id} with digest {card.digest[:16]}. Take a placement from a new preview."
+    )
+
+
+def illegal_cuts(card: ModelCard, illegal: Sequence[int], bounds: Sequence[int]) -> str:
+    """Cuts where the model cannot be cut."""
+    if len(bounds) == 2:
+        return f"{card.model_id} cannot be cut into stages: one node must hold all {card.layer_count} layers."
+    legal = ", ".join(str(point) for point in bounds[1:-1][:32])
+    more = ", …" if len(bounds) > 34 else ""
+    return f"{card.model_id} cannot be cut before layer {illegal[0]}. It can be cut before layers {legal}{more}."
+
+
+def build_runs_only(strategy: str, channel: str) -> str:
+    """A strategy or channel that has no runner yet."""
+    return f"This build runs pipelines over libp2p; {strategy} over {channel} is not in it yet."
+
+
+def not_in_this_build(nodes: Sequence[NodeCard]) -> list[Refusal]:
+    """The strategies that would be candidates on these nodes if this build could run them."""
+    node_ids = tuple(node.node_id for node in nodes)[:256]
+    out: list[Refusal] = []
+    if len(nodes) >= 2:
+        out.append(Refusal("tensor", "mlx-ring", node_ids, "build", build_runs_only("tensor", "mlx-ring")))
+    # A pipeline of at least one group of two and one more stage.
+    if len(nodes) >= 3:
+        out.append(Refusal("hybrid", "mlx-ring", node_ids, "build", build_runs_only("hybrid", "mlx-ring")))
+    return out
+
+
+def _is(items: Sequence[object]) -> str:
+    return "is" if len(items) == 1 else "are"
+
+
+def _hold(items: Sequence[object], negated: bool = False) -> str:
+    if negated:
+        return "does not hold" if len(items) == 1 else "do not hold"
+    return "holds" if len(items) == 1 else "hold"
+
+
+def _clip(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
