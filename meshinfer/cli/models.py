@@ -1,0 +1,130 @@
+"""`meshinfer models`: what this node holds, and how it gets more. No agent is needed for any of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from meshinfer.base.ids import ModelId, parse_model_id
+from meshinfer.base.units import format_bytes
+from meshinfer.cli.options import (
+    DEFAULT_API_URL,
+    ApiKeyOption,
+    ApiOption,
+    HomeOption,
+    JsonOption,
+    ModelArgument,
+    home_or_default,
+    reads,
+)
+from meshinfer.cli.terminal import err, out, print_json
+
+# ruff: noqa: PLC0415 - what a command needs is loaded when it runs, so that the others start fast
+
+app = typer.Typer(help="List, pull and remove models.", no_args_is_help=True, rich_markup_mode="markdown")
+
+
+@app.command("list")
+def list_models(
+    home: HomeOption = None, api: ApiOption = DEFAULT_API_URL, api_key: ApiKeyOption = "", as_json: JsonOption = False
+) -> None:
+    """Models on this node, in the mesh if an agent answers, and those that can be pulled by a short name."""
+    from meshinfer.models.catalogue import catalogue
+    from meshinfer.models.store import ModelStore
+
+    known = catalogue(ModelStore(home_or_default(home) / "models"))
+    elsewhere = _in_the_mesh(api, api_key)
+    rows = [
+        {
+            "id": entry.model_id,
+            "alias": entry.alias,
+            "size_bytes": entry.size_bytes,
+            "held": entry.held,
+            "nodes": elsewhere.pop(entry.model_id, []),
+            "about": entry.about,
+        }
+        for entry in known
+    ]
+    rows += [
+        {"id": model_id, "alias": "", "size_bytes": None, "held": False, "nodes": nodes, "about": ""}
+        for model_id, nodes in sorted(elsewhere.items())
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        out.print(models_table(rows))
+
+
+def models_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("MODEL", "SIZE", "HERE", "NODES", ""):
+        table.add_column(heading, justify="right" if heading in {"SIZE", "NODES"} else "left", overflow="fold")
+    for row in rows:
+        named = row["alias"] or row["id"]
+        size = format_bytes(row["size_bytes"]) if row["size_bytes"] else ""
+        about = Text(row["about"] if row["held"] or row["nodes"] else f"can be pulled: {row['about']}", style="dim")
+        table.add_row(named, size, "yes" if row["held"] else "", str(len(row["nodes"]) or ""), about)
+    return table
+
+
+@app.command("pull")
+def pull_model(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT",
+            help="`smollm2-135m`, a repository of the hub (`owner/name`), an mlx-lm directory, or a GGUF file.",
+        ),
+    ],
+    as_id: Annotated[
+        str | None,
+        typer.Option("--as", metavar="ID", parser=reads(parse_model_id, "ID"), help="Keep it under this id."),
+    ] = None,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch a model, verify it and keep it. Stopped half-way, the same command goes on from there."""
+    from meshinfer.cli.progress import bars
+    from meshinfer.models.pull import pull
+    from meshinfer.models.store import ModelStore
+
+    store = ModelStore(home_or_default(home) / "models")
+    with bars() as show:
+        info = pull(what, store, show, as_id=as_id)
+    card, file_bytes = info.card, sum(file.size_bytes for file in info.files)
+    if as_json:
+        print_json({"id": card.model_id, "digest": card.digest, "file_bytes": file_bytes, "layers": card.layer_count})
+    else:
+        out.print(f"{card.model_id} is here: {card.layer_count} layers, {format_bytes(file_bytes)}.")
+
+
+@app.command("rm")
+def remove_model(
+    model: ModelArgument, home: HomeOption = None, api: ApiOption = DEFAULT_API_URL, api_key: ApiKeyOption = ""
+) -> None:
+    """Delete a model from this node, and what a pull of it left unfinished."""
+    from meshinfer.models.store import ModelStore
+
+    place = home_or_default(home)
+    in_use = (place / "agent.pid").exists() and _serves(api, api_key, model)
+    ModelStore(place / "models").remove(ModelId(model), in_use=in_use)
+    err.print(f"{model} is deleted from this node.")
+
+
+def _in_the_mesh(api: str, api_key: str) -> dict[str, list[str]]:
+    """Which nodes hold which models; nothing if no agent answers, since this node's own files are list enough."""
+    from meshinfer.cli.agent_client import NoAgent, ask
+
+    try:
+        return {model["id"]: model["nodes"] for model in ask(api, api_key, "/models")["data"]}
+    except NoAgent:
+        return {}
+
+
+def _serves(api: str, api_key: str, model: str) -> bool:
+    from meshinfer.cli.agent_client import ask
+
+    return any(instance["model_id"] == model for instance in ask(api, api_key, "/instance")["instances"])

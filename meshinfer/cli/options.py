@@ -1,0 +1,69 @@
+"""Options that several commands share, and how their text becomes values.
+
+A value that cannot be read is a wrong command line (exit code 2), not a failed command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from meshinfer.base.errors import BadInput
+from meshinfer.base.ids import parse_model_id
+from meshinfer.base.units import parse_bytes
+from meshinfer.config import default_home
+
+Value = TypeVar("Value")
+
+DEFAULT_API_URL = "http://127.0.0.1:52415"
+
+
+def reads(parse: Callable[[str], Value], named: str) -> Callable[[str], Value]:
+    def read(text: str) -> Value:
+        try:
+            return parse(text)
+        except BadInput as error:
+            raise typer.BadParameter(str(error)) from error
+
+    read.__name__ = named  # what `--help` calls this kind of value
+    return read
+
+
+memory_size = reads(parse_bytes, "SIZE")
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", parser=reads(parse_model_id, "MODEL"), help="A model's id: `name` or `owner/name`."
+    ),
+]
+HomeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--home",
+        metavar="DIRECTORY",
+        envvar="MESHINFER_HOME",
+        show_default="this platform's data directory",
+        file_okay=False,
+        help="Where this node's identity, mesh key and models live. One agent per home.",
+    ),
+]
+ApiOption = Annotated[str, typer.Option("--api", envvar="MESHINFER_API", metavar="URL", help="The agent to ask.")]
+ApiKeyOption = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        envvar="MESHINFER_API_KEY",
+        metavar="KEY",
+        show_default=False,
+        help="That agent's API key, if it wants one.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="The same facts as JSON, for scripts.")]
+
+
+def home_or_default(home: Path | None) -> Path:
+    return home or default_home()

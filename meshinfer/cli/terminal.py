@@ -1,0 +1,36 @@
+"""How things look on a terminal, and how they are said where there is none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from meshinfer.base.errors import MeshinferError
+
+out = Console(highlight=False)
+"""Answers."""
+err = Console(stderr=True, highlight=False)
+"""Everything else: progress, errors, advice."""
+
+
+def show_error(error: MeshinferError) -> None:
+    """One panel for a person; plain lines for a log."""
+    lines = [Text(error.what)]
+    if error.expected:
+        lines.append(Text(f"Expected: {error.expected}", style="dim"))
+    if error.do:
+        lines.append(Text(f"{error.do[:1].upper()}{error.do[1:]}.".replace("..", "."), style="bold"))
+    if err.is_terminal:
+        err.print(Panel(Group(*lines), title="meshinfer", title_align="left", border_style="red"))
+    else:
+        for index, line in enumerate(lines):
+            err.print(line if index else Text("meshinfer: ") + line, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """`value` for a script: one document, indented, not wrapped, not coloured."""
+    out.file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,280 @@
+"""`meshinfer up`: the agent, in the foreground, until somebody ends it.
+
+Standard output says once where the agent answers and how others join; after that, the log goes to
+standard error. Ctrl-C and SIGTERM leave politely: the agent is cancelled, says goodbye to the mesh
+and ends its runners; a second signal does not wait for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from meshinfer.base.errors import MeshinferError
+from meshinfer.base.units import format_bytes
+from meshinfer.cli.membership import print_invitation
+from meshinfer.cli.options import HomeOption, home_or_default, memory_size
+from meshinfer.cli.terminal import err, out
+from meshinfer.config import Settings
+
+if TYPE_CHECKING:
+    import trio
+
+    from meshinfer.agent import Started
+
+# ruff: noqa: PLC0415 - what a command needs is loaded when it runs, so that the others start fast
+
+_DIAL = Settings(home=Path())
+"""The defaults, said once, in config.py."""
+
+_IDENTITY, _NETWORK, _API, _MACHINE = "Who this is, who may come in", "Network", "HTTP API", "This machine"
+
+
+def up(
+    home: HomeOption = None,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            show_default="the host name",
+            rich_help_panel=_IDENTITY,
+            help="What people call this node.",
+        ),
+    ] = "",
+    mesh_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--mesh-key-file",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_IDENTITY,
+            help="A file with a join code, for prepared deployments (also: MESHINFER_JOIN_CODE).",
+        ),
+    ] = None,
+    open_mesh: Annotated[
+        bool,
+        typer.Option(
+            "--open", rich_help_panel=_IDENTITY, help="Anyone in the network may join. For isolated networks only."
+        ),
+    ] = False,
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            rich_help_panel=_NETWORK,
+            help="Where other agents reach this one. 0: any free port.",
+        ),
+    ] = _DIAL.listen_port,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peer",
+            metavar="HOST:PORT",
+            rich_help_panel=_NETWORK,
+            help="Another agent's address, where multicast is filtered. One is enough; may be repeated.",
+        ),
+    ] = None,
+    no_discovery: Annotated[
+        bool,
+        typer.Option(
+            "--no-discovery",
+            rich_help_panel=_NETWORK,
+            help="Neither announce this node on the LAN nor listen for others.",
+        ),
+    ] = False,
+    loopback: Annotated[
+        bool,
+        typer.Option(
+            "--loopback",
+            rich_help_panel=_NETWORK,
+            help="For several agents on one machine: use loopback addresses too.",
+        ),
+    ] = False,
+    api_host: Annotated[
+        str,
+        typer.Option(
+            "--api-host", metavar="HOST", rich_help_panel=_API, help="Any address but loopback wants an API key."
+        ),
+    ] = _DIAL.api_host,
+    api_port: Annotated[
+        int,
+        typer.Option("--api-port", metavar="PORT", min=0, max=65535, rich_help_panel=_API, help="0: any free port."),
+    ] = _DIAL.api_port,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            "--api-key",
+            envvar="MESHINFER_API_KEY",
+            metavar="KEY",
+            show_default=False,
+            rich_help_panel=_API,
+            help="What clients must present.",
+        ),
+    ] = "",
+    api_without_key: Annotated[
+        bool,
+        typer.Option(
+            "--api-without-key",
+            rich_help_panel=_API,
+            help="Serve other addresses without a key. For trusted networks only.",
+        ),
+    ] = False,
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            "--memory",
+            parser=memory_size,
+            metavar="SIZE",
+            show_default="what is available, less a tenth",
+            rich_help_panel=_MACHINE,
+            help="What models may use of this machine in all, such as 2GiB.",
+        ),
+    ] = None,
+    context: Annotated[
+        int,
+        typer.Option(
+            "--context",
+            metavar="TOKENS",
+            min=1,
+            rich_help_panel=_MACHINE,
+            help="Tokens to reserve per conversation when a request places its model.",
+        ),
+    ] = _DIAL.context_tokens,
+    concurrency: Annotated[
+        int,
+        typer.Option(
+            "--concurrency",
+            metavar="COUNT",
+            min=1,
+            rich_help_panel=_MACHINE,
+            help="Conversations to reserve for when a request places its model.",
+        ),
+    ] = _DIAL.concurrency,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Say what started as one line of JSON, for the script that started it.")
+    ] = False,
+    verbose: Annotated[
+        int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log more; twice: everything.")
+    ] = 0,
+) -> None:
+    """Run this node's agent, until Ctrl-C.
+
+    The first start makes a mesh and prints the code with which other laptops join it.
+    """
+    settings = Settings(
+        home=home_or_default(home).expanduser().absolute(),
+        name=name,
+        open_mesh=open_mesh,
+        mesh_key_file=mesh_key_file,
+        listen_port=port,
+        api_host=api_host,
+        api_port=api_port,
+        api_key=api_key,
+        api_without_key=api_without_key,
+        peers=tuple(peer or ()),
+        discovery=not no_discovery,
+        loopback=loopback,
+        memory_limit_bytes=memory or 0,
+        context_tokens=context,
+        concurrency=concurrency,
+    )
+    _log_to_stderr(verbose)
+    # Seconds, most of them libp2p.
+    with err.status("starting …"):
+        import trio
+
+        from meshinfer.agent import run_agent
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
+            await run_agent(settings, partial(_show_started, as_json=as_json))
+            nursery.cancel_scope.cancel()
+
+    try:
+        trio.run(run)
+    except BaseExceptionGroup as group:
+        raise (_the_one_to_tell(group) or group) from group
+
+
+async def _cancel_on_signal(scope: trio.CancelScope) -> None:
+    """Ends the agent politely. Once this is cancelled, signals have their usual, sudden effect again."""
+    import trio
+
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            err.print("leaving …", style="dim")
+            scope.cancel()
+
+
+def _the_one_to_tell(group: BaseExceptionGroup[BaseException]) -> MeshinferError | None:
+    """The first error that a person can act on, if the group holds no others."""
+    ours, others = group.split(MeshinferError)
+    while isinstance(ours, BaseExceptionGroup) and others is None:
+        ours = ours.exceptions[0]
+    return ours if isinstance(ours, MeshinferError) else None
+
+
+def _log_to_stderr(verbose: int) -> None:
+    """Our own news; with -v more of it; with -vv what the libraries say, too."""
+    from rich.logging import RichHandler
+
+    if err.is_terminal:
+        handler: logging.Handler = RichHandler(
+            console=err, show_path=False, show_level=verbose > 0, log_time_format="%X"
+        )
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if verbose > 1 else logging.ERROR, handlers=[handler])
+    logging.getLogger("meshinfer").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def _show_started(started: Started, *, as_json: bool) -> None:
+    """What a person needs once: where it answers, and how others come in."""
+    if as_json:
+        # One line, so that whoever started this process knows where it ends. The code stays out of it: such
+        # output is kept in logs, and `meshinfer invite --json` gives the code to those who ask for it.
+        facts = dataclasses.asdict(started)
+        del facts["join_code"]
+        out.file.write(json.dumps(facts) + "\n")
+        out.file.flush()
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_row(Text("Node", style="dim"), f"{started.name}  [dim]{started.node_id}[/]")
+    table.add_row(Text("API", style="dim"), f"{started.api_url}/v1")
+    table.add_row(Text("Memory", style="dim"), f"{format_bytes(started.memory_usable_bytes)} on {started.accelerator}")
+    table.add_row(
+        Text("Models", style="dim"), ", ".join(started.models) or "none yet: `meshinfer models pull smollm2-135m`"
+    )
+    table.add_row(Text("Mesh", style="dim"), _mesh_words(started))
+    out.print(table)
+    if started.key_source == "made" and started.join_code is not None:
+        out.print()
+        print_invitation(started.join_code)
+    out.print()
+    out.print("[dim]Ctrl-C ends this node. In another terminal: meshinfer status, meshinfer chat MODEL[/]")
+
+
+def _mesh_words(started: Started) -> str:
+    match started.key_source:
+        case "open":
+            return "open: anyone in this network may join"
+        case "made":
+            return f"{started.mesh_id}, made just now"
+        case _:
+            return f"{started.mesh_id}  [dim]`meshinfer invite` shows how others join[/]"
