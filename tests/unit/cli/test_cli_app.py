@@ -1,0 +1,74 @@
+"""The command line as a whole: quick, helpful, and silent on standard output when it fails."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from meshinfer.cli.app import app
+
+COMMANDS = [
+    "up", "join", "invite", "status", "plan", "chat", "version", "models", "models list", "models pull", "models rm",
+]  # fmt: skip
+# Imports that take from 0.2 s to seconds.
+HEAVY = ["libp2p", "mlx", "mlx_lm", "transformers", "trio", "httpx", "huggingface_hub", "msgspec", "numpy"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str):
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
+
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_help_imports_nothing_heavy():
+    look = f"import sys, meshinfer.cli; print([name for name in {HEAVY} if name in sys.modules])"
+
+    loaded = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
+
+    assert loaded.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["plan", "some-model"], ["chat", "some-model", "Hello"]])
+def test_without_an_agent_it_says_how_to_start_one(arguments: list[str], unused_url: str):
+    result = CliRunner().invoke(app, [*arguments, "--api", unused_url])
+
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert f"no agent answers at {unused_url}" in result.stderr
+    assert "meshinfer up" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["chat", "../../etc/passwd", "Hello"],
+        ["up", "--memory", "lots"],
+        ["up", "--port", "70000"],
+        ["models", "rm", "-x"],
+        ["nonsense"],
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_2(arguments: list[str]):
+    result = CliRunner().invoke(app, arguments)
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+def test_an_address_that_is_none_is_named():
+    result = CliRunner().invoke(app, ["status", "--api", "not an address"])
+
+    assert result.exit_code == 1
+    assert "not an address" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_version_names_what_we_stand_on():
+    result = CliRunner().invoke(app, ["version", "--json"])
+
+    assert result.exit_code == 0
+    assert {"meshinfer", "python", "libp2p", "mlx", "mlx-lm"} <= json.loads(result.stdout).keys()
