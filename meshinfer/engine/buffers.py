@@ -11,6 +11,7 @@ as on every machine that MLX runs on.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import mlx.core as mx
 
@@ -61,7 +62,8 @@ def from_bytes(spec: ArraySpec, data: bytes | bytearray | memoryview) -> mx.arra
     dtype, _, code = _format(spec.dtype)
     if len(data) != byte_count(spec):
         raise ProtocolError(f"{len(data)} bytes for {spec.dtype}{list(spec.shape)}", expected=str(byte_count(spec)))
-    return mx.array(memoryview(data).cast(code)).view(dtype).reshape(spec.shape)  # pyright: ignore[reportArgumentType]
+    typed: Any = memoryview(data).cast(code)  # pyright: ignore[reportCallIssue, reportArgumentType] - one of _FORMATS
+    return mx.array(typed).view(dtype).reshape(spec.shape)
 
 
 def _format(name: str) -> tuple[mx.Dtype, mx.Dtype, str]:

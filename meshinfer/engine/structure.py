@@ -95,6 +95,8 @@ class Structure:
     """Layers before which the model may be cut, ascending, in (0, layer_count)."""
     carried_arrays: tuple[tuple[CarriedArray, ...], ...]
     """For each layer, what enters it from the layer before; empty for layer 0 and where no cut is possible."""
+    logits_size: int
+    """Logits per token that come out at the end."""
 
     @property
     def layer_count(self) -> int:
@@ -114,7 +116,7 @@ class Structure:
             _carried_arrays(small.calls[index - 1], large.calls[index - 1], wiring.carried) if index in cuts else ()
             for index, wiring in enumerate(layers)
         )
-        return Structure(layers, small.cache_count, cuts, carried)
+        return Structure(layers, small.cache_count, cuts, carried, small.logits_size)
 
     def check_range(self, start: int, end: int) -> None:
         """See that layers `[start, end)` can be a stage.
@@ -198,6 +200,7 @@ class _Call:
 class _Recording:
     calls: list[_Call]
     cache_count: int
+    logits_size: int
 
 
 def _record(model: nn.Module, batch: int, length: int) -> _Recording:
@@ -224,7 +227,7 @@ def _record(model: nn.Module, batch: int, length: int) -> _Recording:
 
     classes = [override_call(layer, recording(i, type(layer).__call__)) for i, layer in enumerate(layers)]
     try:
-        model(mx.zeros((batch, length), mx.int32), cache=cache)
+        logits = model(mx.zeros((batch, length), mx.int32), cache=cache)
     finally:
         for layer, before in zip(layers, classes, strict=True):
             layer.__class__ = before
@@ -237,7 +240,7 @@ def _record(model: nn.Module, batch: int, length: int) -> _Recording:
     hidden = [index for index, entry in enumerate(cache) if index not in seen and not entry.empty()]
     if hidden:
         raise NotSplittable(f"{name} fills caches {hidden} outside its layers", expected="caches that layers are given")
-    return _Recording(calls, len(cache))
+    return _Recording(calls, len(cache), int(logits.shape[-1]))
 
 
 def _name(model: nn.Module) -> str:

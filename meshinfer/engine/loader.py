@@ -1,0 +1,180 @@
+"""From a directory to a seat: the model lazily, its layers resident, one warm-up step.
+
+1. The headers of all files are checked (`engine.headers`); nothing of MLX has run yet.
+2. mlx-lm builds the model with lazy parameters; files that are not here are holes.
+3. On a CPU float parameters, quantisation scales too, become float32, lazily; packed products of many
+   rows get BLAS (`engine.unpacking`).
+4. The model becomes a `Stage`, and the graph of one step tells which parameters it reads: its layers',
+   the embedding on the first stage, norm and head on the last (`engine.graph`).
+5. Exactly those become resident, layer by layer, with progress reported; the rest is never read.
+6. One warm-up step runs, so that the first request does not pay for what starts lazily.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPrivateUsage] - to name an unknown type
+
+from meshinfer.base.errors import CorruptModel
+from meshinfer.engine.graph import arrays_read_by
+from meshinfer.engine.headers import as_whole_directory, read_json, read_model_files
+from meshinfer.engine.stage import Stage
+from meshinfer.engine.structure import Structure, arrays_in, layers_of
+from meshinfer.engine.unpacking import unpack_for_many_rows
+
+Progress = Callable[[int, int], None]
+"""Called with (loaded bytes, total bytes) after each layer."""
+
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_WARM_UP_TOKENS = 2
+"""More than one, so that the prefill's path is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A stage that is ready to run."""
+
+    stage: Stage
+    model_type: str
+    vocab_size: int
+    """Ids below it may go in and come out; MLX checks none."""
+    weight_bytes: int
+    """Of the parameters that are resident."""
+
+
+def load_seat(
+    directory: Path,
+    start: int,
+    end: int | None,
+    *,
+    computes_float32: bool,
+    progress: Progress = lambda _loaded, _total: None,
+) -> Seat:
+    """Load layers `[start, end)` (to the last one, if None) of the model in `directory`.
+
+    Raises:
+        CorruptModel: a file is missing, cut short or not what it should be; it is named.
+        NotSplittable: the model cannot be cut there.
+    """
+    model, config = open_model(directory)
+    if computes_float32:
+        model.set_dtype(mx.float32)
+        unpack_for_many_rows(model)
+    structure = Structure.probe(model)
+    stage = Stage(model, start, structure.layer_count if end is None else end, structure)
+    by_layer = _by_layer(model, parameters_read_by(stage))
+    total = sum(array.nbytes for group in by_layer for array in group)
+    loaded = 0
+    progress(0, total)
+    for group in by_layer:
+        _read(directory, group)
+        loaded += sum(array.nbytes for array in group)
+        progress(loaded, total)
+    _warm_up(stage)
+    # The float16 that the float32 came from, and the warm-up's buffers.
+    mx.clear_cache()
+    return Seat(stage, str(config["model_type"]), vocabulary_of(model, structure), total)
+
+
+def open_model(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in `directory` with lazy parameters, as they are stored, and its config. Reads no tensor.
+
+    Raises:
+        CorruptModel: files or config are not a model that mlx-lm knows.
+    """
+    config_path = directory / "config.json"
+    config = read_json(config_path)
+    _check_model_type(config_path, config)
+    files = read_model_files(directory)
+    with as_whole_directory(directory, files) as whole:
+        try:
+            model, config = load_model(whole, lazy=True, strict=True, trust_remote_code=False)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ZeroDivisionError) as error:
+            # mlx-lm reports whatever its code stumbles over when config and tensors do not fit together.
+            reason = f"{type(error).__name__}: {str(error)[:400]}"
+            raise CorruptModel(
+                f"the model in {directory} cannot be built from its config and tensors ({reason})",
+                expected=f"a model that mlx-lm {mlx_lm.__version__} can load",
+                do="pull the model again, or take a conversion made for this version of mlx-lm",
+            ) from error
+    return model, config
+
+
+def parameters_of(model: nn.Module) -> dict[str, mx.array]:
+    """The model's parameters by path: `model.layers.3.mlp.up_proj.weight`."""
+    flat: Any = tree_flatten(model.parameters())
+    return dict(flat)
+
+
+def parameters_read_by(stage: Stage) -> dict[str, mx.array]:
+    """Those of the model's parameters that a step of `stage` reads, learnt from the graph of one."""
+    parameters = parameters_of(stage.model)
+    cache = stage.make_cache()
+    carried = [mx.zeros(spec.shape, getattr(mx, spec.dtype)) for spec in stage.carried_shapes(1, _WARM_UP_TOKENS)]
+    outputs = stage(mx.zeros((1, _WARM_UP_TOKENS), mx.int32), carried, cache)
+    read = arrays_read_by([*arrays_in(outputs), *stage.state_arrays(cache)], parameters)
+    return {name: array for name, array in parameters.items() if name in read}
+
+
+def vocabulary_of(model: nn.Module, structure: Structure) -> int:
+    """How many ids are safe both to look up in the embedding and to come out of the head."""
+    modules: Any = model.modules()
+    rows = [int(m.weight.shape[0]) for m in modules if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+    # Models with several embeddings (per layer ones) guard the smaller ones themselves.
+    return min(structure.logits_size, max(rows, default=structure.logits_size))
+
+
+def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
+    if "model_file" in config:
+        raise CorruptModel(
+            f"{path} wants to run its own code ({str(config['model_file'])[:80]!r})",
+            expected="a model that mlx-lm knows; code from models is never run",
+            do="take a conversion of it that needs none",
+        )
+    kind = config.get("model_type")
+    try:
+        if not (isinstance(kind, str) and _MODEL_TYPE.fullmatch(kind)):
+            raise ValueError(kind)  # noqa: TRY301 - unknown, like those that mlx-lm does not find
+        _get_classes(dict(config))
+    except (ValueError, AttributeError) as error:
+        raise CorruptModel(
+            f"{path} names the model type {str(kind)[:80]!r}",
+            expected=f"one that mlx-lm {mlx_lm.__version__} knows",
+            do="take another model, or a newer meshinfer",
+        ) from error
+
+
+def _by_layer(model: nn.Module, wanted: Mapping[str, mx.array]) -> list[list[mx.array]]:
+    """The wanted parameters, one group per layer, and one of all others first."""
+    layer_arrays = [{id(array) for array in parameters_of(layer).values()} for layer in layers_of(model)]
+    groups = [[array for array in wanted.values() if id(array) in ids] for ids in layer_arrays]
+    inside: set[int] = set().union(*layer_arrays)
+    others = [array for array in wanted.values() if id(array) not in inside]
+    return [group for group in (others, *groups) if group]
+
+
+def _read(directory: Path, arrays: list[mx.array]) -> None:
+    try:
+        mx.eval(arrays)
+    except RuntimeError as error:
+        # MLX's readers throw when a file changed or vanished since its header was checked.
+        raise CorruptModel(
+            f"the tensors in {directory} cannot be read ({error})", expected="files that do not change", do="try again"
+        ) from error
+
+
+def _warm_up(stage: Stage) -> None:
+    cache = stage.make_cache()
+    for length in (_WARM_UP_TOKENS, 1):
+        carried = [mx.zeros(spec.shape, getattr(mx, spec.dtype)) for spec in stage.carried_shapes(1, length)]
+        outputs = stage(mx.zeros((1, length), mx.int32), carried, cache)
+        mx.eval(outputs, stage.state_arrays(cache))
