@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import trio
 from libp2p.abc import INetStream
@@ -21,7 +22,9 @@ from libp2p.host.basic_host import BasicHost, _IdentifyNotifee  # pyright: ignor
 from libp2p.identity.identify.identify import ID as IDENTIFY
 from libp2p.identity.identify_push.identify_push import ID_PUSH as IDENTIFY_PUSH
 from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 
 from meshinfer.base.errors import MeshinferError
@@ -35,10 +38,18 @@ STREAMS_PER_PEER = 64
 # Names of the library that this package calls, wraps or sets, though no document promises them.
 _PUBSUB_TASKS = ("push_msg", "_replay_recent_messages", "_handle_new_peer_with_retry")
 _ROUTER_TASKS = ("on_peer_subscribed", "flush_pending_messages", "handle_rpc")
-_SWARM_NAMES = ("add_conn", "upgrader", "connections", "notifees", "remove_notifee", "set_stream_handler")
+_SWARM_NAMES = (
+    "add_conn",
+    "auto_connector",
+    "upgrader",
+    "connections",
+    "notifees",
+    "remove_notifee",
+    "set_stream_handler",
+)
 _HOST_NAMES = ("_swarm_stream_handler", "multiselect_client", "remove_stream_handler")
 _UPGRADER_NAMES = ("upgrade_security", "upgrade_connection", "security_multistream")
-_PUBSUB_NAMES = (*_PUBSUB_TASKS, "counter", "peer_topics")
+_PUBSUB_NAMES = (*_PUBSUB_TASKS, "counter", "write_msg", "_forget_all_subscriptions", "_peer_is_connected")
 
 
 def check_names(host: BasicHost, pubsub: Pubsub, router: GossipSub) -> None:
@@ -54,6 +65,7 @@ def check_names(host: BasicHost, pubsub: Pubsub, router: GossipSub) -> None:
         (swarm, _SWARM_NAMES),
         (upgrader, _UPGRADER_NAMES),
         (getattr(upgrader, "security_multistream", None), ("secure_inbound", "secure_outbound")),
+        (getattr(swarm, "auto_connector", None), ("maybe_connect",)),
         (pubsub, _PUBSUB_NAMES),
         (router, _ROUTER_TASKS),
     )
@@ -97,6 +109,15 @@ def harden_host(host: BasicHost, swarm: Swarm, may_speak: Callable[[object], boo
     swarm.set_stream_handler(handle)
 
 
+def remove_auto_connector(swarm: Swarm) -> None:
+    """Whom to dial is for membership to say. The library would try addresses that peers put into their gossip."""
+
+    async def connect_nobody() -> None:
+        await trio.lowlevel.checkpoint()
+
+    swarm.auto_connector.maybe_connect = connect_nobody
+
+
 def remove_identify(host: BasicHost, swarm: Swarm) -> None:
     """Takes out the identify protocol: peers tell each other in their cards what they are, and each protocol that is
     not there need not be defended. It also costs two streams per connection.
@@ -108,17 +129,45 @@ def remove_identify(host: BasicHost, swarm: Swarm) -> None:
 
 
 def harden_pubsub(pubsub: Pubsub, router: GossipSub) -> None:
-    """No error over a received message ends the gossip service, and with it the node.
-
-    Without it one message with a key or an author that cannot be parsed does that. The counter
-    starts at nanoseconds, since the library's starts at seconds: after a restart within the same
-    minutes, our messages would pass for repetitions (0 of 40 delivered, measured).
-    """
+    """Gossip goes on whatever one peer sends, across restarts, and after a stream of its own broke."""
+    # The library counts messages from the second of its start, so that after a restart within some minutes ours
+    # would pass for repetitions (0 of 40 delivered, measured).
     pubsub.counter = time.time_ns()
+    # One message with a key or an author that cannot be parsed would end the service, and the node with it.
     for name in _PUBSUB_TASKS:
         setattr(pubsub, name, _contained(getattr(pubsub, name), name))
     for name in _ROUTER_TASKS:
         setattr(router, name, _contained(getattr(router, name), name))
+    _write_one_at_a_time(pubsub)
+    _remember_subscriptions(pubsub)
+
+
+def _write_one_at_a_time(pubsub: Pubsub) -> None:
+    """The library replays recent messages in one task while another writes new ones to the same stream; above 64 KiB
+    their frames mix, and the peer resets the stream as garbage.
+    """
+    write = pubsub.write_msg
+    locks: WeakKeyDictionary[INetStream, trio.Lock] = WeakKeyDictionary()
+
+    async def write_alone(stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
+        async with locks.setdefault(stream, trio.Lock()):
+            return await write(stream, rpc_msg)
+
+    pubsub.write_msg = write_alone
+
+
+def _remember_subscriptions(pubsub: Pubsub) -> None:
+    """When a gossip stream breaks and the connection does not, the library opens another, but forgets what the peer
+    had subscribed to, and a peer says that once per stream of its own: nothing would go that way any more. Here
+    every member subscribes to the one topic for as long as it is connected, so only the end of that counts.
+    """
+    forget = pubsub._forget_all_subscriptions  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    def forget_the_gone(peer_id: ID) -> None:
+        if not pubsub._peer_is_connected(peer_id):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            forget(peer_id)
+
+    pubsub._forget_all_subscriptions = forget_the_gone  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 def _contained(task: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[None]]:

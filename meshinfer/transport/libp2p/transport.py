@@ -13,6 +13,7 @@ write, and that would take the whole connection with it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -53,7 +54,14 @@ from meshinfer.transport.calls import CallLine, CallServer, check_request
 from meshinfer.transport.home_lock import one_agent
 from meshinfer.transport.libp2p.connections import Admission, Connections, Link, listening_on, open_listeners
 from meshinfer.transport.libp2p.gossip import make_gossip, received, topic_of
-from meshinfer.transport.libp2p.hardening import check_names, harden_host, harden_pubsub, remove_identify, reset
+from meshinfer.transport.libp2p.hardening import (
+    check_names,
+    harden_host,
+    harden_pubsub,
+    remove_auto_connector,
+    remove_identify,
+    reset,
+)
 from meshinfer.transport.libp2p.identity import is_signed_by, load_or_make_identity, node_id_of, peer_id_of
 from meshinfer.transport.mesh_key import MeshKey
 
@@ -139,6 +147,7 @@ class Libp2pTransport:
         self._pubsub, self._router = make_gossip(self._host, self._topic)
         check_names(self._host, self._pubsub, self._router)
         remove_identify(self._host, self._swarm)
+        remove_auto_connector(self._swarm)
         harden_host(self._host, self._swarm, may_speak=self._connections.is_member)
         harden_pubsub(self._pubsub, self._router)
         self._host.set_stream_handler(CALLS, self._serve_calls)
@@ -202,6 +211,8 @@ class Libp2pTransport:
             finally:
                 self._nursery = None
                 self._listening = None
+                self._connected.clear()  # no events: whoever read them is being stopped too
+                self._lines.clear()
                 for listener in listeners:
                     await trio.aclose_forcefully(listener)
 
@@ -299,12 +310,15 @@ class Libp2pTransport:
         """
         check_request(method, payload)
         self._calls_sent += 1
-        self._calls_failed += 1  # taken back when the answer is there: every other way out is a failure
-        with trio.move_on_after(timeout_seconds):
-            line = await self._line_to(peer)
-            answer = await line.call(method, payload)
-            self._calls_failed -= 1
-            return answer
+        answered = False
+        try:
+            with trio.move_on_after(timeout_seconds):
+                line = await self._line_to(peer)
+                answer = await line.call(method, payload)
+                answered = True
+                return answer
+        finally:
+            self._calls_failed += not answered
         raise DeadlineExceeded(
             f"{method} on {peer} did not end in {timeout_seconds:g} s", do="use another node, or wait longer"
         )
@@ -425,8 +439,6 @@ def _make_swarm(keys: KeyPair, own_id: ID, admission: Admission) -> Swarm:
         transports=[],  # it never dials or listens; `connections` does
         retry_config=RetryConfig(max_retries=0),
         connection_config=ConnectionConfig(
-            min_connections=0,
-            low_watermark=0,
             # Ours is 3, enforced in `connections`; the library's trimming spares the oldest and closes the newest.
             max_connections_per_peer=1_000_000,
         ),
@@ -435,6 +447,7 @@ def _make_swarm(keys: KeyPair, own_id: ID, admission: Admission) -> Swarm:
 
 def _quieten_library() -> None:
     """libp2p logs each peer that hangs up as an error, some with tracebacks; what matters of it we say ourselves."""
-    logger = logging.getLogger("libp2p")
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.CRITICAL)
+    if "LIBP2P_DEBUG" not in os.environ:  # the library's own switch
+        # Some of its modules set a level of their own, which one on their parent would not reach.
+        for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "libp2p"]:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
