@@ -32,6 +32,7 @@ class TextCache:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._partial = root / ".partial"
+        self._publishing = trio.Lock()
         shutil.rmtree(self._partial, ignore_errors=True)  # what a killed agent left
 
     def find(self, model_id: ModelId, digest: str) -> Path | None:
@@ -61,20 +62,18 @@ class TextCache:
                 scratch, made = Path(temporary), Path(temporary) / "made"
                 made.mkdir()
                 await fetch_files(info, files, made, scratch, read_chunk, watch or Watch())
-                await trio.to_thread.run_sync(self._publish, made, place)
+                async with self._publishing:
+                    await trio.to_thread.run_sync(self._publish, made, place)
         return place
 
     def _publish(self, made: Path, place: Path) -> None:
-        if self._is_whole(place):
+        if (place / TOKENIZER).is_file():
             return  # another fetch was first
         shutil.rmtree(place, ignore_errors=True)
         publish_directory(made, place)
         for other in self.root.glob(f"{place.name.partition('@')[0]}@*"):
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
-
-    def _is_whole(self, place: Path) -> bool:
-        return (place / TOKENIZER).is_file()
 
     def _place(self, model_id: ModelId, digest: str) -> Path:
         # The digest is a peer's word: hashed again, it is a file name whatever it says.

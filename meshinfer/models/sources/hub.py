@@ -1,10 +1,11 @@
-"""A repository of the Hugging Face hub, by the hub's own library.
+"""A repository of the Hugging Face hub.
 
 The revision is pinned before the first byte, so a repository that changes meanwhile is not mixed
 into one directory with itself. Only the files that we need are fetched; those that the hub's cache
 on this machine already has are taken from there (so that nobody downloads twice, and so that a
-machine with HF_HUB_OFFLINE can still use what it has). HF_TOKEN, HF_ENDPOINT, proxies, back-off and
-resuming are the library's. `trust_remote_code` has no equivalent here: code is not even fetched.
+machine with HF_HUB_OFFLINE can still use what it has). Listing, cache, HF_TOKEN, HF_ENDPOINT and
+HF_HUB_OFFLINE are the library's; the bytes come by our own download, which goes on after a kill.
+`trust_remote_code` has no equivalent here: code is not even fetched.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+import httpx
+from huggingface_hub import (
+    HfApi,
+    constants,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -26,11 +33,13 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from tqdm import tqdm
+from huggingface_hub.utils import build_hf_headers
 
+from meshinfer import __version__
 from meshinfer.base.errors import BadInput, MeshinferError, PeerLost, UnknownModel
 from meshinfer.base.ids import ModelId
 from meshinfer.models.disk import require_free
+from meshinfer.models.download import download, open_client
 from meshinfer.models.filenames import CONFIG, KINDS, is_model_file
 from meshinfer.models.progress import Stopped, Watch
 from meshinfer.models.soundness import check_config, check_names, model_files, read_json
@@ -60,6 +69,16 @@ class _Tally:
     stopping: threading.Event = field(default_factory=threading.Event)
     done_by_name: dict[str, int] = field(default_factory=dict)
     """One key per download, written by its thread only."""
+
+    def count(self, name: str, done_bytes: int) -> None:
+        """Called by a download's thread.
+
+        Raises:
+            Stopped: the pull is over.
+        """
+        self.done_by_name[name] = done_bytes
+        if self.stopping.is_set():
+            raise Stopped(f"stopped while downloading {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +126,21 @@ class HubSource:
         take_files(cached, staging, watch)
         wanted = [file for file in wanted if not (staging.files / file.name).exists()]
         total = sum(file.size_bytes for file in wanted)
-        partial = staging.scratch / "hub"
-        require_free(staging.root, total - _size(partial), f"downloading {self.repository}")
+        halves = {file.name: staging.scratch / f"{file.name}.part" for file in wanted}
+        have = sum(half.stat().st_size for half in halves.values() if half.is_file())
+        require_free(staging.root, total - have, f"downloading {self.repository}")
+        headers = build_hf_headers(library_name="meshinfer", library_version=__version__)
         tally, jobs = _Tally(), len(wanted)
-        with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE, "hub") as pool:
-            running = {pool.submit(self._download, file, revision, partial, staging, tally) for file in wanted}
+        with open_client(headers) as client, ThreadPoolExecutor(_DOWNLOADS_AT_ONCE, "hub") as pool:
+
+            def fetch(file: HubFile) -> None:
+                url = hf_hub_url(self.repository, file.name, revision=revision)
+                half = halves[file.name]
+                download(client, url, half, file.size_bytes, lambda done: tally.count(file.name, done))
+                tally.count(file.name, file.size_bytes)
+                half.rename(staging.files / file.name)
+
+            running = {pool.submit(fetch, file) for file in wanted}
             try:
                 while running:
                     done, running = wait(running, timeout=_LOOK_SECONDS)
@@ -120,25 +149,10 @@ class HubSource:
                     what = f"downloading {self.repository}, {jobs - len(running)} of {jobs} files"
                     watch(what, sum(tally.done_by_name.copy().values()), total)
             finally:
-                # Those that run end at their next piece, those that wait never start; the pool waits for both.
+                # Those that run end at their next look, those that wait never start; the pool waits for both.
                 tally.stopping.set()
                 for job in running:
                     job.cancel()
-
-    def _download(self, file: HubFile, revision: str, partial: Path, staging: Staging, tally: _Tally) -> None:
-        class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument] - the library reports to what looks like tqdm
-            def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
-                super().__init__(disable=True)
-                tally.done_by_name[file.name] = int(initial)
-
-            def update(self, n: float | None = 1) -> None:
-                tally.done_by_name[file.name] += int(n or 0)
-                if tally.stopping.is_set():
-                    raise Stopped(f"stopped while downloading {file.name}")
-
-        got = hf_hub_download(self.repository, file.name, revision=revision, local_dir=partial, tqdm_class=Bar)
-        tally.done_by_name[file.name] = file.size_bytes
-        Path(got).rename(staging.files / file.name)
 
     def _cached(self, name: str, revision: str) -> Path | None:
         path = try_to_load_from_cache(self.repository, name, revision=revision)
@@ -164,9 +178,13 @@ def _hub_errors(repository: str) -> Generator[None]:
     except MeshinferError:
         raise
     except GatedRepoError as error:
-        raise BadInput(
-            f"{repository} is gated: its owners want to know who downloads it",
-            do=f"accept the terms at {constants.ENDPOINT}/{repository}, then set HF_TOKEN or run `hf auth login`",
+        raise _gated(repository) from error
+    except httpx.HTTPStatusError as error:
+        # A gated repository is listed for anyone; only its files are kept back.
+        if error.response.status_code in (401, 403):
+            raise _gated(repository) from error
+        raise PeerLost(
+            f"{error.request.url.host} answers {error.response.status_code} for {repository}", do="try again later"
         ) from error
     except RepositoryNotFoundError as error:
         raise UnknownModel(
@@ -186,5 +204,8 @@ def _hub_errors(repository: str) -> Generator[None]:
         ) from error
 
 
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+def _gated(repository: str) -> BadInput:
+    return BadInput(
+        f"{repository} is gated or private: its owners want to know who downloads it",
+        do=f"accept the terms at {constants.ENDPOINT}/{repository}, then set HF_TOKEN or run `hf auth login`",
+    )

