@@ -119,7 +119,7 @@ def _in_the_mesh(api: str, api_key: str) -> dict[str, list[str]]:
     from meshinfer.cli.agent_client import NoAgent, ask
 
     try:
-        return {model["id"]: model["nodes"] for model in ask(api, api_key, "/models")["data"]}
+        return {model["model_id"]: model["node_ids"] for model in ask(api, api_key, "/models")["models"]}
     except NoAgent:
         return {}
 

@@ -258,6 +258,8 @@ def _show_started(started: Started, *, as_json: bool) -> None:
     table.add_row(Text("Node", style="dim"), f"{started.name}  [dim]{started.node_id}[/]")
     table.add_row(Text("API", style="dim"), f"{started.api_url}/v1")
     table.add_row(Text("Memory", style="dim"), f"{format_bytes(started.memory_usable_bytes)} on {started.accelerator}")
+    if started.addresses:
+        table.add_row(Text("Address", style="dim"), f"{', '.join(started.addresses)}  [dim]for --peer elsewhere[/]")
     table.add_row(
         Text("Models", style="dim"), ", ".join(started.models) or "none yet: `meshinfer models pull smollm2-135m`"
     )
