@@ -60,14 +60,22 @@ class Stage:
         self.model, self.start, self.end = model, start, end
         self._own_indices = sorted({i for wiring in self.structure.layers[start:end] for i in wiring.cache_indices})
         self._step = _Step()
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        """The layers that got another call, with the class that they had."""
         layers = layers_of(model)
         if any(is_overridden(layer) for layer in layers):
             raise NotSplittable("this model is a stage already", expected="a freshly loaded model")
         for index, layer in enumerate(layers):
             if not start <= index < end:
-                override_call(layer, self._pass_through(index))
+                self._classes.append((layer, override_call(layer, self._pass_through(index))))
             elif (index == start and not self.is_first) or (index == end - 1 and not self.is_last):
-                override_call(layer, self._edge(index, type(layer).__call__))
+                self._classes.append((layer, override_call(layer, self._edge(index, type(layer).__call__))))
+
+    def release(self) -> None:
+        """Give the model its own calls back; the stage is of no use afterwards."""
+        while self._classes:
+            layer, before = self._classes.pop()
+            layer.__class__ = before
 
     @property
     def is_first(self) -> bool:

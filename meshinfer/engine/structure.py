@@ -97,6 +97,8 @@ class Structure:
     """For each layer, what enters it from the layer before; empty for layer 0 and where no cut is possible."""
     logits_size: int
     """Logits per token that come out at the end."""
+    float_dtype: mx.Dtype
+    """In which the model computes: that of its first layer's output."""
 
     @property
     def layer_count(self) -> int:
@@ -116,7 +118,7 @@ class Structure:
             _carried_arrays(small.calls[index - 1], large.calls[index - 1], wiring.carried) if index in cuts else ()
             for index, wiring in enumerate(layers)
         )
-        return Structure(layers, small.cache_count, cuts, carried, small.logits_size)
+        return Structure(layers, small.cache_count, cuts, carried, small.logits_size, _dtype(small))
 
     def check_range(self, start: int, end: int) -> None:
         """See that layers `[start, end)` can be a stage.
@@ -258,6 +260,10 @@ def _flat(value: Any) -> Iterator[Any]:
             yield from _flat(item)
     else:
         yield value
+
+
+def _dtype(recording: _Recording) -> mx.Dtype:
+    return next(arrays_in(recording.calls[0].outputs)).dtype
 
 
 def _wiring(calls: Sequence[_Call], index: int) -> LayerWiring:

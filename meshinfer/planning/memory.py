@@ -88,7 +88,8 @@ class RangeNeeds:
     """What the last stage holds beside its layers, its copy of a tied embedding among it."""
     shared_bytes: int
     """Of `last_bytes`, what a stage that is first as well holds once only."""
-    activation_bytes: int
+    everywhere_bytes: int
+    """What every stage holds beside its layers, and its activations."""
 
     @classmethod
     def of(
@@ -111,14 +112,13 @@ class RangeNeeds:
             first_bytes=embedding,
             last_bytes=card.head.resident(computes_float32) + tied,
             shared_bytes=tied,
-            activation_bytes=activation_bytes(
-                card, context_tokens, concurrency, computes_float32, prefill_chunk_tokens
-            ),
+            everywhere_bytes=card.every_stage.resident(computes_float32)
+            + activation_bytes(card, context_tokens, concurrency, computes_float32, prefill_chunk_tokens),
         )
 
     def need(self, start: int, end: int) -> int:
         """Bytes of a seat that holds layers `[start, end)`."""
-        total = self.layers[end] - self.layers[start] + self.activation_bytes
+        total = self.layers[end] - self.layers[start] + self.everywhere_bytes
         if start == 0:
             total += self.first_bytes
         if end == len(self.layers) - 1:

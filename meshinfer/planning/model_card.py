@@ -72,6 +72,8 @@ class ModelCard:
     """Width that one token has inside the widest MLP (for MoE: over all experts that it visits); 0: not known."""
     attention_heads: Count = 0
     """Query heads; 0: not known."""
+    every_stage: TensorBytes = TensorBytes()
+    """What every stage holds beside its layers: embeddings that are fed into each layer (gemma3n), nothing for most."""
 
     @property
     def layer_count(self) -> int:
@@ -80,6 +82,7 @@ class ModelCard:
     def weight_bytes(self, start: int, end: int, computes_float32: bool) -> int:
         """Resident weights of a seat that holds layers `[start, end)`, with embedding and head where they live."""
         total = sum(layer.weights.resident(computes_float32) for layer in self.layers[start:end])
+        total += self.every_stage.resident(computes_float32)
         first, last = start == 0, end == self.layer_count
         if first or (last and self.tied_embeddings):
             total += self.embedding.resident(computes_float32)

@@ -1,0 +1,233 @@
+"""A model's card, from its files alone: no weight is read.
+
+Three things are asked of the lazily loaded model, none of them by name:
+- its structure: where it can be cut, what crosses a cut (`engine.structure`);
+- which parameters the first, a middle and the last stage would read (`engine.graph`): what is not of a
+  layer is the embedding, the head, both (tied), or needed by every stage (embeddings fed to each layer);
+- what its caches hold after three tokens, lazily: their shapes tell what a token costs in each layer, and
+  what a session costs however long it is.
+Whether a tensor is packed or float, and how large, is what the model itself has after mlx-lm renamed,
+merged and quantised, so the card speaks of what will be resident.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models import cache as caches
+from mlx_lm.models.cache import make_prompt_cache
+
+from meshinfer.base.errors import BadInput
+from meshinfer.base.ids import ModelId
+from meshinfer.engine.headers import TensorFile, read_model_files
+from meshinfer.engine.loader import open_model, parameters_of, parameters_read_by, vocabulary_of
+from meshinfer.engine.stage import Stage
+from meshinfer.engine.structure import Structure, arrays_in, layers_of
+from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
+
+_READ_BYTES = 2**20
+_PROBE_TOKENS = 3
+# State-space models have no limit of their own; a card needs a number.
+_UNBOUNDED_CONTEXT = 2**20
+
+
+def describe_model(directory: Path, model_id: ModelId, file_digests: Mapping[str, str] | None = None) -> ModelCard:
+    """The card of the model in `directory`.
+
+    Args:
+        directory: with config.json and safetensors files, or their headers (`engine.headers`).
+        model_id: what the model is called.
+        file_digests: SHA-256 in hex of tensor files, where the caller knows them; others are read through here.
+
+    Raises:
+        CorruptModel: a file is missing, cut short or not what it should be; it is named.
+        NotSplittable: the model cannot be followed, so it cannot even be one stage.
+    """
+    files = read_model_files(directory)
+    model, config = open_model(directory)
+    structure = Structure.probe(model)
+    shares = _shares(model, structure)
+    boundaries = [structure.carried_arrays[cut] for cut in structure.cut_points]
+    text = _text_config(config)
+    return ModelCard(
+        model_id=model_id,
+        digest=digest_of(directory, files, file_digests or {}),
+        model_type=str(config["model_type"]),
+        hidden_size=_integer(text, "hidden_size", "n_embd", "d_model", "hidden_dim", "dim", "model_dim"),
+        vocab_size=vocabulary_of(model, structure),
+        max_context_tokens=_integer(
+            text, "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx", "block_size"
+        )
+        or _UNBOUNDED_CONTEXT,
+        layers=_layer_cards(model, structure, shares.layers),
+        cut_points=structure.cut_points,
+        embedding=_bytes(shares.first),
+        head=_bytes(shares.last),
+        tied_embeddings=shares.tied,
+        activation_elements_per_token=max(
+            (sum(math.prod(axis for axis in array.axes if isinstance(axis, int)) for array in b) for b in boundaries),
+            default=0,
+        ),
+        float_bytes_per_element=structure.float_dtype.size,
+        intermediate_size=_visited_width(text),
+        attention_heads=_integer(text, "num_attention_heads", "n_head", "n_heads", "num_heads"),
+        every_stage=_bytes(shares.everywhere),
+    )
+
+
+def digest_of(directory: Path, files: Iterable[TensorFile], known: Mapping[str, str]) -> str:
+    """SHA-256 in hex over config.json and the SHA-256 of each tensor file, by name.
+
+    Raises:
+        BadInput: a file that is not here, and whose digest is not known.
+    """
+    state = hashlib.sha256((directory / "config.json").read_bytes())
+    for file in sorted(files, key=lambda file: file.name):
+        digest = known.get(file.name)
+        if digest is None and not file.local:
+            raise BadInput(f"{file.name} is not in {directory}", expected="its SHA-256 from a node that has it")
+        state.update(f"\n{file.name} {digest or _sha256(directory / file.name)}".encode())
+    return state.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    state = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            state.update(block)
+    return state.hexdigest()
+
+
+# --- who holds what -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Parameters by who needs them; each stands in one place."""
+
+    layers: tuple[tuple[mx.array, ...], ...]
+    first: tuple[mx.array, ...]
+    last: tuple[mx.array, ...]
+    everywhere: tuple[mx.array, ...]
+    tied: bool
+
+
+def _shares(model: nn.Module, structure: Structure) -> _Shares:
+    cuts = structure.cut_points
+    # Three stages (first, middle, last), or fewer where the model allows no more.
+    bounds = [0, *sorted({cuts[0], cuts[-1]}), structure.layer_count] if cuts else [0, structure.layer_count]
+    read: list[dict[str, mx.array]] = []
+    for start, end in itertools.pairwise(bounds):
+        stage = Stage(model, start, end, structure)
+        try:
+            read.append(parameters_read_by(stage))
+        finally:
+            stage.release()
+    used = {name: array for stage in read for name, array in stage.items()}
+    layer_ids = [{id(array) for array in parameters_of(layer).values()} for layer in layers_of(model)]
+    layers = tuple(tuple(array for array in used.values() if id(array) in ids) for ids in layer_ids)
+    inside: set[int] = set().union(*layer_ids)
+    outside = [{name for name, array in stage.items() if id(array) not in inside} for stage in read]
+    everywhere: set[str] = set().union(*outside[1:-1])
+    first, last = outside[0] - everywhere, (outside[-1] - everywhere if cuts else set[str]())
+    return _Shares(
+        layers,
+        first=tuple(used[name] for name in sorted(first)),
+        last=tuple(used[name] for name in sorted(last - first)),
+        everywhere=tuple(used[name] for name in sorted(everywhere)),
+        tied=bool(first & last),
+    )
+
+
+def _bytes(arrays: Iterable[mx.array]) -> TensorBytes:
+    packed = elements = float_bytes = 0
+    for array in arrays:
+        if mx.issubdtype(array.dtype, mx.floating):
+            elements, float_bytes = elements + array.size, float_bytes + array.nbytes
+        else:
+            packed += array.nbytes
+    return TensorBytes(packed, elements, float_bytes)
+
+
+# --- what a session costs -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheCost:
+    """Elements, for one sequence."""
+
+    per_token: int = 0
+    tokens_limit: int = 0
+    """0: none."""
+    state: int = 0
+
+    def __add__(self, other: _CacheCost) -> _CacheCost:
+        # A layer whose caches have different limits is held to none: too much rather than too little.
+        limits = {cost.tokens_limit for cost in (self, other) if cost.per_token}
+        limit = max(limits) if 0 not in limits and limits else 0
+        return _CacheCost(self.per_token + other.per_token, limit, self.state + other.state)
+
+
+def _layer_cards(
+    model: nn.Module, structure: Structure, weights: Iterable[tuple[mx.array, ...]]
+) -> tuple[LayerCard, ...]:
+    cache: list[Any] = make_prompt_cache(model)
+    model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=cache)
+    charged: set[int] = set()
+    cards: list[LayerCard] = []
+    for wiring, arrays in zip(structure.layers, weights, strict=True):
+        # A cache that several layers share is charged to the first; no cut falls between them.
+        new = [index for index in wiring.cache_indices if index not in charged]
+        charged.update(new)
+        cost = sum((_cost(cache[index]) for index in new), start=_CacheCost())
+        cards.append(LayerCard(_bytes(arrays), cost.per_token, cost.tokens_limit, cost.state))
+    return tuple(cards)
+
+
+def _cost(entry: Any) -> _CacheCost:
+    if isinstance(entry, caches.CacheList):
+        return sum((_cost(part) for part in entry.caches), start=_CacheCost())
+    if isinstance(entry, caches.ArraysCache):
+        return _CacheCost(state=sum(array.size for array in arrays_in(entry.cache)))
+    if hasattr(entry, "keys") and hasattr(entry, "values"):
+        limit = getattr(entry, "max_size", None) or getattr(entry, "chunk_size", None) or 0
+        # [batch, heads, tokens, width]; the token axis is allocated in blocks.
+        return _CacheCost(
+            sum(array.size // array.shape[2] for array in arrays_in([entry.keys, entry.values])), int(limit)
+        )
+    raise BadInput(
+        f"a cache of the kind {type(entry).__name__}",
+        expected="one of mlx-lm's key-value or state caches",
+        do="report the model: its memory cannot be planned",
+    )
+
+
+# --- the config -----------------------------------------------------------------------------------
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of the config that speaks of the language model; models that also see keep it apart."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
+
+
+def _integer(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these settings that is a positive whole number; 0 if none is."""
+    return next((value for name in names if type(value := config.get(name)) is int and value > 0), 0)
+
+
+def _visited_width(config: Mapping[str, Any]) -> int:
+    """Width that one token has inside the widest MLP, over all experts that it visits; 0 if the config does not say."""
+    dense = _integer(config, "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
+    expert = _integer(config, "moe_intermediate_size", "expert_ffn_hidden_size") or dense
+    visited = _integer(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+    shared = _integer(config, "n_shared_experts", "num_shared_experts")
+    return max(dense, expert * (visited + shared))
