@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from meshinfer.base.errors import MeshinferError, PeerLost
 from meshinfer.base.units import format_seconds
 from meshinfer.cli.options import DEFAULT_API_URL, ApiKeyOption, ApiOption, JsonOption, ModelArgument
-from meshinfer.cli.terminal import err, out, print_json, show_error
+from meshinfer.cli.terminal import err, out, print_json, printable, show_error
 
 if TYPE_CHECKING:
     import httpx
@@ -135,7 +136,7 @@ def _talk(dials: Dials, messages: list[Message]) -> None:
     opening = list(messages)
     while True:
         try:
-            said = out.input("[bold cyan]> [/]").strip()
+            said = out.input(Text("> ", style="bold cyan")).strip()
         except EOFError:
             err.print()
             return
@@ -169,7 +170,7 @@ def _show_answer(dials: Dials, messages: list[Message]) -> Answer:
 
 def _write(text: str) -> None:
     # Not through rich: the model's words are not markup, and a half line must show at once.
-    out.file.write(text)
+    out.file.write(printable(text) if out.is_terminal else text)
     out.file.flush()
 
 

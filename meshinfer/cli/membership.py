@@ -6,6 +6,7 @@ import os
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from meshinfer.base.errors import Refused
 from meshinfer.cli.options import HomeOption, JsonOption, home_or_default
@@ -52,8 +53,8 @@ def invite(home: HomeOption = None, as_json: JsonOption = False) -> None:
 def print_invitation(code: str) -> None:
     """The code, and the two lines for the other laptops; what is copied is never wrapped."""
     for label, text in (
-        ("Join code", f"[bold]{code}[/]"),
+        ("Join code", code),
         ("On every other laptop, once", f"meshinfer join {code}"),
         ("and then", "meshinfer up"),
     ):
-        out.print(f"[dim]{label:<30}[/]{text}", soft_wrap=True)
+        out.print(Text(f"{label:<30}", style="dim") + Text(text), soft_wrap=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def bars() -> Generator[Callable[[job.Progress], None]]:
     """Draws each part of a job as a bar; one line a part where there is no terminal."""
     drawn = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),

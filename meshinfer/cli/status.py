@@ -11,7 +11,7 @@ from rich.text import Text
 
 from meshinfer.base.units import format_bytes, format_seconds
 from meshinfer.cli.options import DEFAULT_API_URL, ApiKeyOption, ApiOption, JsonOption
-from meshinfer.cli.terminal import out, print_json
+from meshinfer.cli.terminal import out, print_json, printable
 
 # ruff: noqa: PLC0415 - what a command needs is loaded when it runs, so that the others start fast
 
@@ -54,7 +54,14 @@ def nodes_table(nodes: dict[str, Any], instances: list[Any]) -> Table:
     for node_id, node in nodes.items():
         seats = sum(seat["node_id"] == node_id for instance in instances for seat in instance["placement"]["seats"])
         memory = f"{format_bytes(node['memory_free_bytes'])} of {format_bytes(node['memory_bytes'])}"
-        table.add_row(node["name"], short(node_id), memory, node["accelerator"], f"{node['load']:.2f}", str(seats))
+        table.add_row(
+            name_of(node_id, nodes),
+            short(node_id),
+            memory,
+            printable(node["accelerator"]),
+            f"{node['load']:.2f}",
+            str(seats),
+        )
     return table
 
 
@@ -105,7 +112,7 @@ def layers_of(instance: Any, nodes: dict[str, Any]) -> RenderableType:
     )
     rows: list[RenderableType] = [heading]
     if instance.get("error"):
-        rows.append(Text(f"  {instance['error']}", style="red"))
+        rows.append(Text(printable(f"  {instance['error']}"), style="red"))
     table = Table(box=None, pad_edge=False, show_header=False)
     reports = instance.get("reports") or [None] * len(placement["seats"])
     for index, (seat, report) in enumerate(zip(placement["seats"], reports, strict=True)):
@@ -141,4 +148,4 @@ def short(node_id: str) -> str:
 
 def name_of(node_id: str, nodes: dict[str, Any]) -> str:
     node = nodes.get(node_id)
-    return node["name"] if node else short(node_id)
+    return printable(node["name"]) if node else short(node_id)

@@ -11,19 +11,25 @@ from rich.text import Text
 
 from meshinfer.base.errors import MeshinferError
 
-out = Console(highlight=False)
+# markup=False: names and errors come from other nodes, and a bracket in them is a bracket.
+out = Console(highlight=False, markup=False)
 """Answers."""
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, markup=False)
 """Everything else: progress, errors, advice."""
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, which a terminal would obey; lines and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def show_error(error: MeshinferError) -> None:
     """One panel for a person; plain lines for a log."""
-    lines = [Text(error.what)]
+    lines = [Text(printable(error.what))]
     if error.expected:
-        lines.append(Text(f"Expected: {error.expected}", style="dim"))
+        lines.append(Text(printable(f"Expected: {error.expected}"), style="dim"))
     if error.do:
-        lines.append(Text(f"{error.do[:1].upper()}{error.do[1:]}.".replace("..", "."), style="bold"))
+        lines.append(Text(printable(f"{error.do[:1].upper()}{error.do[1:].rstrip('.')}."), style="bold"))
     if err.is_terminal:
         err.print(Panel(Group(*lines), title="meshinfer", title_align="left", border_style="red"))
     else:

@@ -255,11 +255,13 @@ def _show_started(started: Started, *, as_json: bool) -> None:
         out.file.flush()
         return
     table = Table.grid(padding=(0, 2))
-    table.add_row(Text("Node", style="dim"), f"{started.name}  [dim]{started.node_id}[/]")
+    table.add_row(Text("Node", style="dim"), Text.assemble(started.name, (f"  {started.node_id}", "dim")))
     table.add_row(Text("API", style="dim"), f"{started.api_url}/v1")
     table.add_row(Text("Memory", style="dim"), f"{format_bytes(started.memory_usable_bytes)} on {started.accelerator}")
     if started.addresses:
-        table.add_row(Text("Address", style="dim"), f"{', '.join(started.addresses)}  [dim]for --peer elsewhere[/]")
+        table.add_row(
+            Text("Address", style="dim"), Text.assemble(", ".join(started.addresses), ("  for --peer elsewhere", "dim"))
+        )
     table.add_row(
         Text("Models", style="dim"), ", ".join(started.models) or "none yet: `meshinfer models pull smollm2-135m`"
     )
@@ -269,14 +271,14 @@ def _show_started(started: Started, *, as_json: bool) -> None:
         out.print()
         print_invitation(started.join_code)
     out.print()
-    out.print("[dim]Ctrl-C ends this node. In another terminal: meshinfer status, meshinfer chat MODEL[/]")
+    out.print("Ctrl-C ends this node. In another terminal: meshinfer status, meshinfer chat MODEL", style="dim")
 
 
-def _mesh_words(started: Started) -> str:
+def _mesh_words(started: Started) -> Text:
     match started.key_source:
         case "open":
-            return "open: anyone in this network may join"
+            return Text("open: anyone in this network may join")
         case "made":
-            return f"{started.mesh_id}, made just now"
+            return Text(f"{started.mesh_id}, made just now")
         case _:
-            return f"{started.mesh_id}  [dim]`meshinfer invite` shows how others join[/]"
+            return Text.assemble(started.mesh_id, ("  `meshinfer invite` shows how others join", "dim"))

@@ -10,7 +10,7 @@ from meshinfer.cli.status import bar, mesh, nodes_table, round_trip
 
 
 def shown(renderable: RenderableType) -> str:
-    console = Console(width=140, color_system=None)
+    console = Console(width=140, color_system=None, markup=False)
     with console.capture() as capture:
         console.print(renderable)
     return capture.get()
@@ -80,6 +80,15 @@ def test_a_seat_that_nobody_announces_is_missing():
 
 def test_loading_shows_how_far():
     assert "loading 50%" in shown(mesh(MESH, [instance("loading", seat("idA", 0, 6))]))
+
+
+def test_a_name_is_a_name_and_no_markup():
+    odd = {"nodes": {"idA": node("[/nobody]\x1b[2J")}}
+
+    text = shown(mesh(odd, []))
+
+    assert "[/nobody]" in text
+    assert "\x1b" not in text
 
 
 def test_an_unmeasured_link_is_not_a_fast_one():
