@@ -10,13 +10,15 @@ import ssl
 
 import trio
 
-from meshinfer.base.errors import PeerLost, Refused
+from meshinfer.base.errors import MeshinferError, PeerLost, Refused
 from meshinfer.transport.certificates import Certificate, client_context
-from meshinfer.transport.tls import CONNECT_SECONDS, WELCOME
+from meshinfer.transport.tls import CONNECT_SECONDS, WELCOME, most_telling, retry_pauses
 from meshinfer.wire.frames import Frame, FrameKind, FrameReader, encode_frame
 from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.records import MAX_RECORD_BYTES, ORIGIN_RECORDS, RUNNER_RECORDS, OriginRecord, RunnerRecord
 
+SEND_SECONDS = 5.0
+"""For one record. A prompt of 2²² tokens is 20 MB, 2 s at 100 Mbit/s; a runner reads even while it computes."""
 _RECEIVE_BYTES = 16 * 1024
 """A TLS record."""
 
@@ -24,26 +26,26 @@ _RECEIVE_BYTES = 16 * 1024
 class OriginChannel:
     """Records to and from one runner. Any number of tasks may send; one receives."""
 
-    def __init__(self, stream: trio.SSLStream[trio.SocketStream], epoch: int) -> None:
+    def __init__(self, stream: trio.SSLStream[trio.SocketStream]) -> None:
         self._stream = stream
-        self._epoch = epoch
         self._send_lock = trio.Lock()
         self._reader = FrameReader((FrameKind.RECORD,))
         self._unread = memoryview(b"")
 
     async def send(self, record: OriginRecord) -> None:
-        """Raises PeerLost if the channel is gone. If cancelled half-way, the channel is closed: a part of a record went."""
-        (data,) = encode_frame(Frame(FrameKind.RECORD, self._epoch, 0, ORIGIN_RECORDS.encode(record)))
+        """Send one record, whole: once begun it is not cancelled, for half a record would end everybody's sessions.
+
+        Raises:
+            PeerLost: the channel is gone, or the runner takes nothing any more; then it is closed.
+        """
+        (data,) = encode_frame(Frame(FrameKind.RECORD, 0, 0, ORIGIN_RECORDS.encode(record)))
         async with self._send_lock:
-            sent = False
             try:
-                await self._stream.send_all(data)
-                sent = True
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                with trio.CancelScope(shield=True), trio.fail_after(SEND_SECONDS):
+                    await self._stream.send_all(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
+                await trio.aclose_forcefully(self._stream)
                 raise PeerLost("the channel to the runner is gone") from error
-            finally:
-                if not sent:
-                    await trio.aclose_forcefully(self._stream)
 
     async def receive(self) -> RunnerRecord:
         """The next record; may be cancelled at any time without harm.
@@ -73,15 +75,14 @@ class OriginChannel:
 
 
 async def open_origin_channel(
-    offer: ChannelOffer, certificate: Certificate, *, epoch: int, timeout_seconds: float
+    offer: ChannelOffer, certificate: Certificate, *, timeout_seconds: float
 ) -> OriginChannel:
-    """Open the offered channel; the runner knows of it when this returns.
+    """Open the offered channel; the runner knows of it when this returns. Tries again until the time is up.
 
     Args:
         offer: from the runner's agent.
         certificate: this origin's own, whose `der` that agent was told. The same for all channels to one
             instance: its fingerprint tells the last stage whose the head's sessions are.
-        epoch: of the instance.
         timeout_seconds: for all of it.
 
     Raises:
@@ -89,16 +90,22 @@ async def open_origin_channel(
         Refused: the token did not work (used, lapsed, or meant for somebody else).
     """
     context = client_context(certificate, offer.certificate_der)
-    failures: list[str] = []
+    failures: list[MeshinferError] = [PeerLost("no answer in time")]
     with trio.move_on_after(timeout_seconds):
-        for host in offer.hosts:
-            try:
-                with trio.fail_after(min(timeout_seconds, CONNECT_SECONDS)):
-                    plain = await trio.open_tcp_stream(host, offer.port)
-                return OriginChannel(await _welcomed(plain, context, offer), epoch)
-            except (OSError, trio.TooSlowError, PeerLost) as error:
-                failures.append(f"{host}: {error or 'no answer'}")
-    raise PeerLost(f"no channel to port {offer.port}: {'; '.join(failures) or 'no answer in time'}")
+        for pause in retry_pauses():
+            attempts: list[MeshinferError] = []
+            for host in offer.hosts:
+                try:
+                    with trio.fail_after(CONNECT_SECONDS):
+                        plain = await trio.open_tcp_stream(host, offer.port)
+                    return OriginChannel(await _welcomed(plain, context, offer))
+                except (PeerLost, Refused) as error:
+                    attempts.append(error)
+                except (OSError, trio.TooSlowError) as error:
+                    attempts.append(PeerLost(f"{host} port {offer.port}: {error or 'no answer'}"))
+            failures = attempts
+            await trio.sleep(pause)
+    raise most_telling(failures)
 
 
 async def _welcomed(

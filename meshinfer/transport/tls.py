@@ -30,10 +30,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshinfer.base.errors import PeerLost, Refused
+from meshinfer.base.errors import MeshinferError, PeerLost, Refused
 from meshinfer.transport.certificates import Certificate, check_certificate, client_context, server_context
 from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.runner_control import ExpectChannel
@@ -118,6 +118,9 @@ class SecureSocket:
 def dial(offer: ChannelOffer, own: Certificate, timeout_seconds: float) -> SecureSocket:
     """Open the offered channel; returns once the other side has welcomed it.
 
+    Tries again until the time is up: a runner that is busy importing its libraries may hear of the channel
+    from its agent later than the dialler does.
+
     Raises:
         PeerLost: none of the offer's addresses led to the holder of its certificate in time.
         Refused: the token did not work (used, lapsed, or meant for somebody else).
@@ -125,25 +128,48 @@ def dial(offer: ChannelOffer, own: Certificate, timeout_seconds: float) -> Secur
     """
     deadline = time.monotonic() + timeout_seconds
     context = client_context(own, offer.certificate_der)
-    failures: list[str] = []
-    for host in offer.hosts:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        try:
-            plain = socket.create_connection((host, offer.port), min(left, CONNECT_SECONDS))
-        except OSError as error:
-            failures.append(f"{host}: {error}")
-            continue
-        try:
-            return _open(plain, context, offer, max(0.1, deadline - time.monotonic()))
-        except PeerLost as error:  # perhaps another machine that has this address in its own network
-            failures.append(f"{host}: {error}")
-    raise PeerLost(f"no channel to port {offer.port}: {'; '.join(failures) or 'no time left'}")
+    for pause in retry_pauses():
+        failures: list[MeshinferError] = []
+        for host in offer.hosts:
+            try:
+                return _open_at(host, context, offer, max(0.1, deadline - time.monotonic()))
+            except (PeerLost, Refused) as error:
+                failures.append(error)
+        if time.monotonic() + pause >= deadline:
+            raise most_telling(failures)
+        time.sleep(pause)
+    raise AssertionError("there is always another pause")
+
+
+def retry_pauses() -> Iterator[float]:
+    """Seconds between attempts to open a channel, for ever: 0.05, 0.1, 0.2, 0.4 and then 0.5 each."""
+    pause = 0.05
+    while True:
+        yield pause
+        pause = min(0.5, 2 * pause)
+
+
+def most_telling(failures: Sequence[MeshinferError]) -> MeshinferError:
+    """One error for what was tried: who answered and refused matters more than who did not answer."""
+    refusal = next((failure for failure in failures if isinstance(failure, Refused)), None)
+    return refusal or PeerLost(f"no channel: {'; '.join(failure.args[0] for failure in failures)}")
+
+
+def _open_at(host: str, context: ssl.SSLContext, offer: ChannelOffer, timeout_seconds: float) -> SecureSocket:
+    try:
+        plain = socket.create_connection((host, offer.port), min(timeout_seconds, CONNECT_SECONDS))
+    except OSError as error:
+        raise PeerLost(f"{host} port {offer.port}: {error}") from error
+    try:
+        return _open(plain, context, offer, timeout_seconds)
+    except OSError as error:
+        # In TLS 1.3 a server that does not accept our certificate says so only after the handshake.
+        raise PeerLost(f"{host} port {offer.port}: {error}") from error
 
 
 def _open(plain: socket.socket, context: ssl.SSLContext, offer: ChannelOffer, timeout_seconds: float) -> SecureSocket:
     tls = _wrap(plain, context, server_side=False)
+    welcomed = False
     try:
         _shake_hands(tls, timeout_seconds)
         peer_der = tls.getpeercert(binary_form=True)
@@ -151,15 +177,11 @@ def _open(plain: socket.socket, context: ssl.SSLContext, offer: ChannelOffer, ti
         secure.send_all(bytes([len(offer.token)]) + offer.token, timeout_seconds)
         welcome = bytearray(len(WELCOME))
         secure.recv_into(memoryview(welcome), timeout_seconds)
-    except OSError as error:
-        tls.close()
-        # In TLS 1.3 a server that does not accept our certificate says so only after the handshake.
-        raise PeerLost(f"no channel: {error}") from error
-    except PeerLost:
-        tls.close()
-        raise
-    if bytes(welcome) != WELCOME or peer_der != offer.certificate_der:
-        tls.close()
+        welcomed = bytes(welcome) == WELCOME and peer_der == offer.certificate_der
+    finally:
+        if not welcomed:
+            tls.close()
+    if not welcomed:
         raise Refused("the channel was refused", expected="a token that has not been used and has not lapsed")
     return secure
 

@@ -85,8 +85,8 @@ class SampledToken:
 
     session: SessionNumber
     token_id: TokenId
-    finish: Literal["", "stop", "length", "origin_lost"] = ""
-    """origin_lost: nobody listens for it any more."""
+    finish: Literal["", "stop", "length", "failed", "origin_lost"] = ""
+    """failed: there was no token to take, and the origin knows. origin_lost: nobody listens for it any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,62 @@
+"""How channels come into a runner: those that its agent announced, and those that its agent asks it to dial.
+
+Whichever way, an open channel goes to the mailbox; the MLX thread gives it its place and starts it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from meshinfer.base.errors import MeshinferError
+from meshinfer.pipeline.channel import Channel
+from meshinfer.pipeline.mailbox import Broken, Mailbox, Opened
+from meshinfer.transport.certificates import fingerprint, make_certificate
+from meshinfer.transport.tls import WELCOME, Listener, SecureSocket, dial
+from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Listening
+
+log = logging.getLogger(__name__)
+
+DIAL_SECONDS = 10.0
+"""For all addresses of an offer; a loading instance is waiting for it."""
+
+
+class Doors:
+    """A runner's certificate, its listening port, and what is opened through them."""
+
+    def __init__(self, bind_host: str, mailbox: Mailbox) -> None:
+        self._certificate = make_certificate()
+        self._mailbox = mailbox
+        self._listener = Listener(bind_host, self._certificate, self._admit)
+
+    @property
+    def listening(self) -> Listening:
+        return Listening(self._listener.port, self._certificate.der)
+
+    def expect(self, message: ExpectChannel) -> None:
+        try:
+            self._listener.expect(message)
+        except MeshinferError as error:  # what another node's agent sent: it will not get in, and that is all
+            log.warning("a %s channel from seat %d will not be let in: %s", message.role, message.from_seat, error)
+
+    def dial(self, message: DialChannel) -> None:
+        """Begin to dial; the result goes to the mailbox."""
+        threading.Thread(target=self._dial, args=(message,), name="dial", daemon=True).start()
+
+    def _dial(self, message: DialChannel) -> None:
+        offer = message.offer
+        try:
+            secure = dial(offer, self._certificate, DIAL_SECONDS)
+        except MeshinferError as error:
+            self._mailbox.put(Broken(message.role, message.to_seat, str(error)))
+            return
+        peer = fingerprint(offer.certificate_der)
+        self._mailbox.put(Opened(Channel(message.role, message.to_seat, peer, secure, dialled=True)))
+
+    def _admit(self, expected: ExpectChannel, secure: SecureSocket) -> None:
+        peer = fingerprint(expected.certificate_der)
+        channel = Channel(expected.role, expected.from_seat, peer, secure, dialled=False)
+        # In this order: once welcomed, an origin may open sessions at the head, and their steps must find its
+        # channel here.
+        self._mailbox.put(Opened(channel))
+        secure.send_all(WELCOME)

@@ -1,0 +1,298 @@
+"""The head's part: sessions come in, and the pipeline is kept busy with steps.
+
+    waiting ──room──► running ──the last stage says so──► gone
+       └──────cancelled, its origin lost, refused──────────┘
+
+Which sessions run together is mlx-lm's decision (`engine.batching`); it asks for one forward after the
+other. Each becomes a *step*, with the next number, and every step is answered by the last stage, in order.
+A chunk of prompts need not be waited for: as many steps as there are stages may be on their way, so that
+all of them work at once on a long prompt. A step that samples is waited for, since the next one starts
+from its tokens.
+
+A failed session is that session's failure. A lost neighbour is everyone's: `PipelineBroken`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshinfer.base.errors import ProtocolError
+from meshinfer.engine.batching import Batcher, Forward
+from meshinfer.pipeline.channel import Channel
+from meshinfer.pipeline.errors import PipelineBroken
+from meshinfer.pipeline.patience import Patience
+from meshinfer.wire.frames import Frame, FrameKind
+from meshinfer.wire.records import RUNNER_RECORDS, OpenSession, Prefilled, RunnerRecord, SessionFailed
+from meshinfer.wire.runner_control import LoadSeat
+from meshinfer.wire.steps import SessionStart, StepAnswer, StepControl
+
+MAX_WAITING = 64
+"""Sessions that wait for room; as many as an origin accepts requests. More are sent elsewhere with no_room."""
+PROMPTS_AT_ONCE = 4
+"""Prompts read in one step, a chunk of each. More would hold up the running sessions' next token longer."""
+
+
+@dataclass(slots=True)
+class _Session:
+    number: int
+    record: OpenSession
+    channel: Channel
+    """Of its origin."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step on its way."""
+
+    step: int
+    control: StepControl
+    sent_at: float
+
+    @property
+    def chunk_tokens(self) -> int:
+        return 0 if self.control.samples else sum(count for _, _, count in self.control.rows)
+
+
+class Head:
+    """The sessions of an instance, at its first stage.
+
+    Args:
+        load: what this instance is.
+        vocab_size: ids that may come in.
+        run_step: starts a step: runs this stage's layers and passes it on. With one stage, `answered` is
+            called before it returns.
+        wait: handles one thing that other seats sent, which may call `answered`; False if nothing came in
+            that many seconds. Both raise PipelineBroken.
+    """
+
+    def __init__(
+        self,
+        load: LoadSeat,
+        vocab_size: int,
+        run_step: Callable[[int, StepControl, Any], None],
+        wait: Callable[[float], bool],
+    ) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._run_step = run_step
+        self._wait = wait
+        self._max_running = load.placement.concurrency
+        self._stages = len(load.placement.seats)
+        self._waiting: deque[_Session] = deque()
+        self._running: dict[int, _Session] = {}
+        """By number; all and only sessions that are in the batcher."""
+        self._numbers = 0
+        self._started: list[SessionStart] = []
+        """Running, and no step has told the last stage of them yet."""
+        self._ended: list[int] = []
+        """Ended here, and no step has told the last stage yet."""
+        self._step = 0
+        self._pending: deque[_Pending] = deque()
+        """Not answered yet, in order."""
+        self._answered_at = 0.0
+        self._finished: list[int] = []
+        """The last stage said so, and they are still in the batcher."""
+        self._tokens: list[int] = []
+        """Of the step that samples, once it is answered; in the order of its rows."""
+        self._patience = Patience()
+        self._batcher = Batcher(
+            self._forward,
+            self._take_tokens,
+            max_rows=self._max_running,
+            prompts_at_once=min(PROMPTS_AT_ONCE, self._max_running),
+            chunk_tokens=load.prefill_chunk_tokens,
+        )
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """A turn would do something."""
+        return bool(self._running or self._waiting or self._ended or self._batcher.has_operations)
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    def open(self, record: OpenSession, channel: Channel) -> None:
+        """An origin wants this session; it is told if it cannot be."""
+        if refusal := self._refusal(record):
+            _send(channel, SessionFailed(record.session_id, *refusal))
+            return
+        self._numbers += 1
+        self._waiting.append(_Session(self._numbers, record, channel))
+
+    def cancel(self, session_id: str, channel: Channel) -> None:
+        """Its origin does not want it any more; an unknown one has ended already."""
+        self._end_where(lambda s: s.channel is channel and s.record.session_id == session_id)
+
+    def origin_lost(self, channel: Channel) -> None:
+        """Nobody is there any more for the sessions of this channel."""
+        self._end_where(lambda session: session.channel is channel)
+
+    def fail_all(self, code: str, what: str) -> None:
+        """Tell every origin that its sessions end here."""
+        for session in (*self._waiting, *self._running.values()):
+            _send(session.channel, SessionFailed(session.record.session_id, code, what))
+        self._waiting.clear()
+        self._running.clear()
+
+    def _refusal(self, record: OpenSession) -> tuple[str, str] | None:
+        """(code, what) if this session cannot be."""
+        placement = self._load.placement
+        if (record.instance_id, record.epoch) != (self._load.instance_id, self._load.epoch):
+            return "refused", (
+                f"instance {record.instance_id} epoch {record.epoch} was asked for; "
+                f"here is {self._load.instance_id} epoch {self._load.epoch}"
+            )
+        prompt, asked = len(record.token_ids), record.max_new_tokens
+        if prompt + asked > placement.context_tokens:
+            return "bad_input", (
+                f"a prompt of {prompt} tokens and {asked} new ones are {prompt + asked}; "
+                f"expected at most {placement.context_tokens}, for which this instance has reserved memory"
+            )
+        greatest = max((*record.token_ids, *(token for token, _ in record.sampling.logit_bias)))
+        if greatest >= self._vocab_size:
+            return "bad_input", f"token id {greatest}; expected ids of the vocabulary, below {self._vocab_size}"
+        if record.emitted > prompt:
+            return "bad_input", f"{record.emitted} emitted tokens among {prompt}; expected no more than there are"
+        known = (session.record.session_id for session in (*self._waiting, *self._running.values()))
+        if record.session_id in known:
+            return "bad_input", f"session {record.session_id} is open already; expected a new id"
+        if len(self._waiting) >= MAX_WAITING:
+            return "no_room", f"{len(self._running)} sessions run and {len(self._waiting)} wait; try another instance"
+        return None
+
+    def _end_where(self, matches: Callable[[_Session], bool]) -> None:
+        self._waiting = deque(session for session in self._waiting if not matches(session))
+        self._end([session.number for session in self._running.values() if matches(session)])
+
+    def _end(self, numbers: list[int]) -> None:
+        """Sessions that the last stage does not know to have ended."""
+        self._batcher.remove(numbers)
+        for number in numbers:
+            del self._running[number]
+        self._ended += numbers
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """One turn of the batch, or what is left to tell the stages when nothing runs.
+
+        Raises:
+            PipelineBroken: no session can go on.
+        """
+        while self._waiting and len(self._running) < self._max_running:
+            self._admit(self._waiting.popleft())
+        if self._running:
+            self._batcher.advance()
+            self._batcher.remove(self._finished)
+            for number in self._finished:
+                self._running.pop(number, None)
+            self._finished = []
+        if not self._running and (self._ended or self._batcher.has_operations):
+            # No step will follow that could bring it: the caches must not wait for the next request.
+            self._issue(None)
+            while self._pending:
+                self._wait_for_answer()
+
+    def answered(self, step: int, answer: StepAnswer) -> None:
+        """The last stage's answer.
+
+        Raises:
+            ProtocolError: it does not answer the step that has been on its way longest.
+        """
+        if not self._pending or step != self._pending[0].step:
+            raise ProtocolError(f"an answer to step {step}", expected=f"to {[p.step for p in self._pending][:1]}")
+        pending = self._pending.popleft()
+        now = time.monotonic()
+        self._patience.observe(pending.chunk_tokens, now - max(pending.sent_at, self._answered_at))
+        self._answered_at = now
+        rows = pending.control.rows
+        if pending.control.samples:
+            if [token.session for token in answer.tokens] != [number for number, _, _ in rows]:
+                raise ProtocolError(f"tokens of {len(answer.tokens)} sessions", expected=f"of the step's {len(rows)}")
+            if max(token.token_id for token in answer.tokens) >= self._vocab_size:
+                raise ProtocolError("a token that is not in the vocabulary", expected=f"below {self._vocab_size}")
+            self._tokens = [token.token_id for token in answer.tokens]
+            for token in answer.tokens:
+                if token.finish:
+                    self._finished.append(token.session)
+                if token.finish == "origin_lost":
+                    self._tell(token.session, "peer_lost", "the origin has no channel to the last stage")
+        for number, position, count in () if pending.control.samples else rows:
+            if session := self._running.get(number):
+                total = len(session.record.token_ids)
+                _send(session.channel, Prefilled(session.record.session_id, position + count, total))
+
+    def _admit(self, session: _Session) -> None:
+        record = session.record
+        self._running[session.number] = session
+        self._batcher.insert(session.number, record.token_ids)
+        self._started.append(
+            SessionStart(
+                number=session.number,
+                session_id=record.session_id,
+                origin=session.channel.peer,
+                prompt_tokens=len(record.token_ids),
+                emitted=record.emitted,
+                max_new_tokens=record.max_new_tokens,
+                stop_token_ids=record.stop_token_ids,
+                sampling=record.sampling,
+            )
+        )
+
+    def _forward(self, forward: Forward) -> None:
+        self._issue(forward)
+        while not forward.samples and len(self._pending) > self._stages:
+            self._wait_for_answer()
+
+    def _take_tokens(self) -> list[int]:
+        while self._pending:
+            self._wait_for_answer()
+        return self._tokens
+
+    def _issue(self, forward: Forward | None) -> None:
+        """Start the next step."""
+        brought = self._batcher.take_operations()
+        started, self._started = tuple(self._started), []
+        ended, self._ended = tuple(self._ended), []
+        control = StepControl(brought, started=started, ended=ended)
+        if forward is not None:
+            control = StepControl(brought, forward.cache, forward.rows, forward.samples, started, ended)
+        self._step += 1
+        pending = _Pending(self._step, control, time.monotonic())
+        self._pending.append(pending)
+        self._run_step(self._step, control, None if forward is None else forward.tokens)
+        pending.sent_at = time.monotonic()
+
+    def _wait_for_answer(self) -> None:
+        oldest = self._pending[0]
+        allowed = self._patience.allowance(oldest.chunk_tokens)
+        left = max(oldest.sent_at, self._answered_at) + allowed - time.monotonic()
+        if left <= 0 or not self._wait(left):
+            raise PipelineBroken(
+                "samples", self._stages - 1, f"step {oldest.step} was not answered within {allowed:.1f} s"
+            )
+
+    def _tell(self, number: int, code: str, what: str) -> None:
+        if session := self._running.get(number):
+            _send(session.channel, SessionFailed(session.record.session_id, code, what))
+
+
+def max_step_tokens(load: LoadSeat) -> int:
+    """Tokens of the largest step that this instance's head may ask for."""
+    concurrency = load.placement.concurrency
+    return max(concurrency, min(PROMPTS_AT_ONCE, concurrency) * load.prefill_chunk_tokens)
+
+
+def _send(channel: Channel, record: RunnerRecord) -> None:
+    channel.send(Frame(FrameKind.RECORD, 0, 0, RUNNER_RECORDS.encode(record)))

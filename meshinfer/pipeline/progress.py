@@ -1,0 +1,58 @@
+"""What a heartbeat tells. The MLX thread writes it, the control thread sends it.
+
+So a heartbeat means progress: when the MLX thread hangs, its numbers stand still while `busy_seconds` grows.
+Plain attributes, each written by one thread; a reader may see them a moment apart.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from meshinfer.wire.runner_control import Heartbeat
+
+_SMOOTHING = 0.1
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of one runner."""
+
+    steps: int = 0
+    busy_since: float | None = None
+    """Monotonic; None when idle."""
+    sessions: int = 0
+    waiting: int = 0
+    active_bytes: int = 0
+    cache_bytes: int = 0
+    """Of sessions: what keys, values and states hold."""
+    step_seconds: float = 0.0
+    tokens: int = 0
+
+    def begin_step(self) -> None:
+        self.busy_since = time.monotonic()
+
+    def end_step(self, *, decode: bool) -> None:
+        """A step is through this stage."""
+        assert self.busy_since is not None
+        seconds = time.monotonic() - self.busy_since
+        self.busy_since = None
+        self.steps += 1
+        if decode:
+            self.step_seconds += (_SMOOTHING if self.step_seconds else 1.0) * (seconds - self.step_seconds)
+
+    def heartbeat(self) -> Heartbeat:
+        since = self.busy_since
+        return Heartbeat(
+            steps=self.steps,
+            busy_seconds=0.0 if since is None else time.monotonic() - since,
+            sessions=self.sessions,
+            waiting=self.waiting,
+            active_bytes=self.active_bytes,
+            cache_bytes=self.cache_bytes,
+            resident_bytes=psutil.Process().memory_info().rss,
+            step_seconds=self.step_seconds,
+            tokens=self.tokens,
+        )

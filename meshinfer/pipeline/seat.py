@@ -1,0 +1,302 @@
+"""A seat at work: the loop of the one MLX thread of a runner.
+
+    origins ──records──► head ──steps──► stage ──steps──► … ──steps──► last stage ──records──► origins
+                          ▲                                               │
+                          └───────────────────answers─────────────────────┘
+
+Every seat runs its layers (`engine.stepping`); the first one also has the sessions (`pipeline.head`), the
+last one also takes the tokens (`pipeline.tail`); with one seat it is the same process, and steps and
+answers are function calls. Whatever other threads bring comes through the mailbox.
+
+A channel between seats that breaks ends the instance: every session is told, caches are freed, the other
+seats' channels are closed so that the news runs along the pipeline, and the agent is told. The process
+stays, for its agent to decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshinfer.base.errors import ProtocolError
+from meshinfer.engine.memory import read_memory
+from meshinfer.engine.stepping import Stepper, as_tensors
+from meshinfer.pipeline.channel import Channel
+from meshinfer.pipeline.errors import PipelineBroken
+from meshinfer.pipeline.head import Head
+from meshinfer.pipeline.mailbox import Arrived, Broken, Mail, Mailbox, Opened
+from meshinfer.pipeline.progress import Progress
+from meshinfer.pipeline.tail import Tail
+from meshinfer.wire.codec import decode, encode
+from meshinfer.wire.frames import MAX_CONTROL_BYTES, Frame, FrameKind, Tensor
+from meshinfer.wire.messages import ChannelRole
+from meshinfer.wire.records import (
+    MAX_RECORD_BYTES,
+    ORIGIN_RECORDS,
+    RUNNER_RECORDS,
+    OpenSession,
+    RunnerRecord,
+    SessionFailed,
+)
+from meshinfer.wire.runner_control import ChannelLost, Linked, LoadSeat, RunnerMessage
+from meshinfer.wire.steps import StepAnswer, StepControl
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5
+"""Between two looks at the memory when there is nothing to do; as often as heartbeats go out."""
+MAIL_PER_TURN = 64
+"""So that a flood of requests cannot keep the running sessions from their turn."""
+REFRESH_SECONDS = 0.2
+"""Counting the caches' bytes takes about 0.1 ms for 30 layers: not after every step."""
+
+
+class Seat:
+    """One seat of an instance.
+
+    Args:
+        load: what to be.
+        stepper: the loaded layers.
+        mailbox: what other threads bring.
+        progress: what heartbeats tell.
+        tell: sends to the agent, without waiting.
+    """
+
+    def __init__(
+        self,
+        load: LoadSeat,
+        stepper: Stepper,
+        mailbox: Mailbox,
+        progress: Progress,
+        tell: Callable[[RunnerMessage], None],
+    ) -> None:
+        self._load = load
+        self._stepper = stepper
+        self._mailbox = mailbox
+        self._progress = progress
+        self._tell = tell
+        self._last_seat = len(load.placement.seats) - 1
+        index, last = load.seat_index, self._last_seat
+        self._head = Head(load, stepper.vocab_size, self._run_step, self._wait) if index == 0 else None
+        concurrency = load.placement.concurrency
+        self._tail = Tail(self._send_record, stepper.vocab_size, concurrency) if index == last else None
+        self._needed: dict[tuple[ChannelRole, int, bool], str] = {}
+        """Channels to other seats that this one needs: (role, seat, dialled by us)."""
+        if last > 0:
+            if index > 0:
+                self._needed["activations", index - 1, False] = "steps in"
+            if index < last:
+                self._needed["activations", index + 1, True] = "steps out"
+            if index == last:
+                self._needed["samples", 0, True] = "answers out"
+            if index == 0:
+                self._needed["samples", last, False] = "answers in"
+        self._seats: dict[str, Channel] = {}
+        """Open channels to other seats, by their name in `_needed`."""
+        self._origins: dict[str, Channel] = {}
+        """Open channels to origins, by the fingerprint of their certificates."""
+        self._step = 0
+        """The last one that came."""
+        self._broken = ""
+        """Why this instance cannot go on; empty while it can."""
+        self._refreshed_at = 0.0
+
+    @property
+    def _is_linked(self) -> bool:
+        """Every channel that it needs is open, or was."""
+        return len(self._seats) == len(self._needed)
+
+    def run(self) -> None:
+        """Work until the process ends."""
+        if self._is_linked:
+            self._tell(Linked())
+        while True:
+            self._work()
+
+    def _work(self) -> None:
+        head = self._head
+        try:
+            handled = 0
+            busy = head is not None and head.has_work
+            while handled < MAIL_PER_TURN and (mail := self._mailbox.take(0 if busy or handled else IDLE_SECONDS)):
+                self._handle(mail)
+                handled += 1
+            if head is not None and head.has_work:
+                head.turn()
+        except PipelineBroken as error:
+            self._break(error)
+        self._refresh()
+
+    # --- what comes -----------------------------------------------------------------------------
+
+    def _wait(self, timeout_seconds: float) -> bool:
+        """For the head, in the middle of a step: let the other seats' mail be handled, not the origins'."""
+        mail = self._mailbox.take(timeout_seconds, seats_only=True)
+        if mail is not None:
+            self._handle(mail)
+        return mail is not None
+
+    def _handle(self, mail: Mail) -> None:
+        match mail:
+            case Opened(channel):
+                self._start(channel)
+            case Broken("origin", _, reason, channel):
+                if channel is not None:
+                    self._origin_lost(channel, reason)
+            case Broken(role, seat, reason, channel):
+                if channel is None or channel in self._seats.values():
+                    raise PipelineBroken(role, seat, reason)
+            case Arrived(channel, frame):
+                self._receive(channel, frame)
+
+    def _start(self, channel: Channel) -> None:
+        def deliver(frame: Frame) -> None:
+            self._mailbox.put(Arrived(channel, frame))
+
+        def on_end(reason: str) -> None:
+            self._mailbox.put(Broken(channel.role, channel.seat, reason, channel))
+
+        name = self._needed.get((channel.role, channel.seat, channel.dialled))
+        if channel.role == "origin":
+            if (before := self._origins.get(channel.peer)) is not None:
+                before.end("the same origin has opened another")
+            self._origins[channel.peer] = channel
+        elif name is None or name in self._seats or self._broken:
+            channel.end(f"seat {self._load.seat_index} has no place for it")
+            return
+        else:
+            self._seats[name] = channel
+        channel.start(self._stepper.max_payload_bytes if name == "steps in" else 0, deliver, on_end)
+        if name is not None and self._is_linked:
+            self._tell(Linked())
+
+    def _receive(self, channel: Channel, frame: Frame) -> None:
+        try:
+            if channel.role == "origin":
+                self._receive_record(channel, frame)
+            elif self._broken:
+                return
+            elif channel.role == "activations":
+                self._receive_step(frame)
+            else:
+                assert self._head is not None
+                self._check_epoch(frame)
+                self._head.answered(frame.step, decode(StepAnswer, frame.control, MAX_CONTROL_BYTES[frame.kind]))
+        except ProtocolError as error:
+            channel.end(f"what came is not right: {error}")
+            if channel.role != "origin":
+                raise PipelineBroken(channel.role, channel.seat, str(error)) from error
+
+    def _receive_record(self, channel: Channel, frame: Frame) -> None:
+        record = ORIGIN_RECORDS.decode(frame.control, MAX_RECORD_BYTES)
+        if isinstance(record, OpenSession):
+            if self._head is not None and self._is_linked and not self._broken:
+                self._head.open(record, channel)
+            else:
+                code = "peer_lost" if self._broken else "refused"
+                what = self._broken or f"seat {self._load.seat_index} takes no sessions; expected the head, linked"
+                channel.send(_record_frame(SessionFailed(record.session_id, code, what[:2048])))
+        elif self._head is not None and not self._broken:
+            self._head.cancel(record.session_id, channel)
+
+    def _receive_step(self, frame: Frame) -> None:
+        self._check_epoch(frame)
+        if frame.step != self._step + 1:
+            raise ProtocolError(f"step {frame.step}", expected=f"step {self._step + 1}")
+        self._step = frame.step
+        control = decode(StepControl, frame.control, MAX_CONTROL_BYTES[frame.kind])
+        self._progress.begin_step()
+        tokens, carried = self._stepper.accept(control, frame.tensors)
+        self._compute(frame.step, control, tokens, carried, frame.control, frame.tensors[:1])
+
+    def _check_epoch(self, frame: Frame) -> None:
+        if frame.epoch != self._load.epoch:
+            raise ProtocolError(f"a frame of epoch {frame.epoch}", expected=f"epoch {self._load.epoch}")
+
+    # --- what is done ---------------------------------------------------------------------------
+
+    def _run_step(self, step: int, control: StepControl, tokens: Any) -> None:
+        """The head's own layers."""
+        self._progress.begin_step()
+        if self._last_seat == 0:
+            self._compute(step, control, tokens, (), b"", ())
+        else:
+            self._compute(step, control, tokens, (), encode(control), () if tokens is None else as_tensors([tokens]))
+
+    def _compute(
+        self,
+        step: int,
+        control: StepControl,
+        tokens: Any,
+        carried: Sequence[Any],
+        encoded: bytes,
+        token_tensor: tuple[Tensor, ...],
+    ) -> None:
+        """Run the layers and pass on what comes out."""
+        outputs = self._stepper.run(control, tokens, carried)
+        if self._tail is None:
+            frame = Frame(FrameKind.STEP, self._load.epoch, step, encoded, (*token_tensor, *as_tensors(outputs)))
+            self._seats["steps out"].send(frame)
+        else:
+            answer = self._tail.finish_step(control, [] if tokens is None else tokens.tolist(), outputs)
+            self._progress.tokens = self._tail.tokens
+            if self._head is not None:
+                self._head.answered(step, answer)
+            else:
+                self._seats["answers out"].send(Frame(FrameKind.ANSWER, self._load.epoch, step, encode(answer)))
+        self._progress.end_step(decode=control.samples)
+        self._refresh()
+
+    def _send_record(self, origin: str, record: RunnerRecord) -> bool:
+        channel = self._origins.get(origin)
+        return channel is not None and channel.send(_record_frame(record))
+
+    # --- what ends ------------------------------------------------------------------------------
+
+    def _origin_lost(self, channel: Channel, reason: str) -> None:
+        log.info("an origin's channel ended: %s", reason)
+        if self._origins.get(channel.peer) is channel:
+            del self._origins[channel.peer]
+        if self._head is not None and not self._broken:
+            self._head.origin_lost(channel)
+
+    def _break(self, error: PipelineBroken) -> None:
+        """No session of this instance can go on."""
+        if self._broken:
+            return
+        self._broken = str(error)
+        log.warning("the pipeline is broken: %s", error)
+        self._tell(ChannelLost(error.role, error.seat, error.reason[:512]))
+        for part in (self._head, self._tail):
+            if part is not None:
+                part.fail_all("peer_lost", self._broken[:2048])
+        if self._head is not None:
+            # What was on its way never comes back; nothing of the old batch may be looked at again.
+            self._head = Head(self._load, self._stepper.vocab_size, self._run_step, self._wait)
+        for channel in self._seats.values():
+            channel.end("the pipeline is broken")
+        self._stepper.clear()
+        self._progress.busy_since = None
+        self._refreshed_at = 0.0
+
+    def _refresh(self) -> None:
+        """Bring the counters up to date, if it is time."""
+        now = time.monotonic()
+        if now - self._refreshed_at < REFRESH_SECONDS:
+            return
+        self._refreshed_at = now
+        progress = self._progress
+        progress.active_bytes = read_memory().active
+        progress.cache_bytes = self._stepper.caches.size_bytes
+        if self._head is not None:
+            progress.sessions, progress.waiting = self._head.running, self._head.waiting
+        elif self._tail is not None:
+            progress.sessions = self._tail.sessions
+        else:
+            progress.sessions = self._stepper.caches.rows
+
+
+def _record_frame(record: RunnerRecord) -> Frame:
+    return Frame(FrameKind.RECORD, 0, 0, RUNNER_RECORDS.encode(record))
