@@ -41,6 +41,17 @@ class Settings:
     api_key: str = ""
     api_without_key: bool = False
     """Serve a non-loopback address without a key: for trusted networks, by name only."""
+    api_body_limit_bytes: int = 32 * 1024**2
+    """Of one HTTP request. A long conversation has a few MB; raising it lets more memory be taken before any check."""
+    api_first_token_wait_seconds: float = 8.0
+    """How long a streamed answer's HTTP status waits for the first token, so that a failure can still be a status.
+    Raising it risks clients and proxies that give up on silence (the strictest known: 10 s)."""
+    api_heartbeat_seconds: float = 8.0
+    """Silence in a stream after which a sign of life is sent."""
+    api_heartbeat_as_delta: bool = False
+    """Signs of life as empty deltas, for clients that stumble over comments in event streams."""
+    request_deadline_seconds: float = 600.0
+    """A request as a whole, placing and loading included."""
     peers: tuple[str, ...] = ()
     """`host:port` of other agents, for networks that filter multicast. One is enough."""
     discovery: bool = True
