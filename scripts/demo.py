@@ -44,8 +44,7 @@ from rich.table import Table
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.base.units import MIB, format_bytes, format_seconds
-from meshinfer.cli.agent_client import ask as get
-from meshinfer.cli.agent_client import post
+from meshinfer.cli.agent_client import get, post
 from meshinfer.cli.chat import Answer, Dials, ask_model
 from meshinfer.cli.plan import previews
 from meshinfer.cli.status import layers_of, links_table
@@ -451,13 +450,18 @@ def give_up(*_: object) -> None:
     raise DemoFailedError(f"not done within {RUN_SECONDS:.0f} s")
 
 
+def end(*_: object) -> None:
+    # An exit that unwinds the stack, so that agents are ended then, too. 128 + SIGTERM.
+    sys.exit(143)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Three agents on this machine share a model that none may hold alone.")
     parser.add_argument("--keep", action="store_true", help="leave the mesh up until Ctrl-C, and print its URLs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, give_up)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that agents are ended then, too
+    signal.signal(signal.SIGTERM, end)
     signal.alarm(int(RUN_SECONDS))
     root = Path(tempfile.mkdtemp(prefix="meshinfer-demo-"))
     try:

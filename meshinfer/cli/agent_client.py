@@ -32,16 +32,25 @@ def http_client(url: str, api_key: str) -> httpx.Client:
     )
 
 
-def ask(url: str, api_key: str, path: str, params: dict[str, Any] | None = None) -> Any:
+def get(url: str, api_key: str, path: str, params: dict[str, Any] | None = None) -> Any:
     """What `GET path` answers.
 
     Raises:
         NoAgent: nothing listens there.
         MeshinferError: what the agent says is wrong.
     """
+    return _request(url, api_key, "GET", path, params=params)
+
+
+def post(url: str, api_key: str, path: str, body: Any) -> Any:
+    """What `POST path` answers to `body`. Raises as `get` does."""
+    return _request(url, api_key, "POST", path, json=body)
+
+
+def _request(url: str, api_key: str, method: str, path: str, **content: Any) -> Any:
     try:
         with http_client(url, api_key) as client:
-            response = client.get(path, params=params)
+            response = client.request(method, path, **content)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise explain(error, url) from error
     return answer_of(response, url)
@@ -72,8 +81,8 @@ def error_of(body: Any, status: int) -> MeshinferError:
     message, code = (
         (str(error.get("message", error)), str(error.get("code", ""))) if isinstance(error, dict) else (str(error), "")
     )
-    if status in {401, 403}:
-        return MeshinferError(f"the agent refused: {message}", do="pass its key with --api-key or MESHINFER_API_KEY")
+    if status == 401:
+        return MeshinferError("this agent wants an API key", do="pass it with --api-key or MESHINFER_API_KEY")
     kind = ERRORS_BY_CODE.get(code, MeshinferError)
     return kind(message.rstrip("."))
 

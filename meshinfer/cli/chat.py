@@ -261,10 +261,10 @@ def _waiting_shown(dials: Dials) -> Generator[Callable[[], None]]:
 
 
 def _what_is_done(dials: Dials) -> str:
-    from meshinfer.cli.agent_client import ask
+    from meshinfer.cli.agent_client import get
 
     try:
-        instances = ask(dials.url, dials.api_key, "/instance")["instances"]
+        instances = get(dials.url, dials.api_key, "/instance")["instances"]
     except MeshinferError:
         return f"asking {dials.model} …"  # the request itself will say what is wrong
     for instance in instances:

@@ -116,15 +116,15 @@ def remove_model(
 
 def _in_the_mesh(api: str, api_key: str) -> dict[str, list[str]]:
     """Which nodes hold which models; nothing if no agent answers, since this node's own files are list enough."""
-    from meshinfer.cli.agent_client import NoAgent, ask
+    from meshinfer.cli.agent_client import NoAgent, get
 
     try:
-        return {model["model_id"]: model["node_ids"] for model in ask(api, api_key, "/models")["models"]}
+        return {model["model_id"]: model["node_ids"] for model in get(api, api_key, "/models")["models"]}
     except NoAgent:
         return {}
 
 
 def _serves(api: str, api_key: str, model: str) -> bool:
-    from meshinfer.cli.agent_client import ask
+    from meshinfer.cli.agent_client import get
 
-    return any(instance["model_id"] == model for instance in ask(api, api_key, "/instance")["instances"])
+    return any(instance["model_id"] == model for instance in get(api, api_key, "/instance")["instances"])

@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from meshinfer.base.errors import BadInput
+from meshinfer.base.units import format_bytes, format_seconds
 from meshinfer.cli.options import DEFAULT_API_URL, ApiKeyOption, ApiOption, JsonOption, ModelArgument
-from meshinfer.cli.terminal import out, print_json
+from meshinfer.cli.status import name_of
+from meshinfer.cli.terminal import out, print_json, printable
 
 # ruff: noqa: PLC0415 - what a command needs is loaded when it runs, so that the others start fast
 
@@ -34,9 +36,9 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Where a model would go, and why not elsewhere. Changes nothing."""
-    from meshinfer.cli.agent_client import ask
+    from meshinfer.cli.agent_client import get
 
-    topology = ask(api, api_key, "/topology")["nodes"]
+    topology = get(api, api_key, "/topology")["nodes"]
     params: dict[str, Any] = {"model_id": model}
     if context is not None:
         params["context"] = context
@@ -46,12 +48,12 @@ def plan(
         params["nodes"] = [find_node(text, topology) for text in nodes]
     if exclude:
         params["exclude"] = [find_node(text, topology) for text in exclude]
-    answer = ask(api, api_key, "/instance/previews", params)
+    answer = get(api, api_key, "/instance/previews", params)
     if as_json:
         print_json(answer)
     else:
         out.print(previews(answer["previews"], topology))
-    if all(preview["error"] for preview in answer["previews"]):
+    if all(preview["error"] is not None for preview in answer["previews"]):
         raise typer.Exit(1)
 
 
@@ -68,20 +70,50 @@ def find_node(text: str, nodes: dict[str, Any]) -> str:
 
 
 def previews(answer: list[Any], nodes: dict[str, Any]) -> RenderableType:
-    """Plans and refusals, as a person reads them."""
-    plans = [preview for preview in answer if not preview["error"]]
-    refusals = [preview for preview in answer if preview["error"]]
+    """The choice with its memory, the other plans in a line each, and the refusals."""
+    plans = [preview for preview in answer if preview["error"] is None]
+    refusals = [preview for preview in answer if preview["error"] is not None]
     parts: list[RenderableType] = []
     if plans:
-        parts.append(plans_table(plans, nodes))
+        parts += [Text.assemble(("Chosen  ", "bold green"), route(plans[0], nodes)), memory_table(plans[0], nodes)]
+        parts.append(Text(printable(f"{plans[0]['reason']}"), style="dim"))
     else:
         parts.append(Text("This model cannot be placed now.", style="bold red"))
+    if plans[1:]:
+        parts += ["", Text("Would also do", style="bold"), others_table(plans[1:], nodes)]
     if refusals:
         parts += ["", Text("Refused", style="bold")]
-        parts += [Text(f"  {refusal['error']}") for refusal in refusals]
+        parts += [Text(printable(refusal["error"])) for refusal in refusals]
     return Group(*parts)
 
 
-def plans_table(plans: list[Any], nodes: dict[str, Any]) -> Table:
+def route(preview: Any, nodes: dict[str, Any]) -> str:
+    """Who holds which layers, in pipeline order."""
+    return " → ".join(
+        f"{name_of(seat['node_id'], nodes)} {seat['start']}–{seat['end'] - 1}" for seat in preview["seats"]
+    )
+
+
+def memory_table(preview: Any, nodes: dict[str, Any]) -> Table:
+    """What each seat takes, part by part, and what its node has."""
     table = Table(box=None, pad_edge=False)
+    for heading in ("NODE", "LAYERS", "WEIGHTS", "KV CACHE", "PREFILL", "RUNNER", "NEEDS", "HAS"):
+        table.add_column(heading, justify="left" if heading == "NODE" else "right")
+    for seat, memory in zip(preview["seats"], preview["memory"], strict=True):
+        parts = ("weight_bytes", "kv_bytes", "activation_bytes", "overhead_bytes", "need_bytes", "free_bytes")
+        table.add_row(
+            name_of(seat["node_id"], nodes),
+            f"{seat['start']}–{seat['end'] - 1}",
+            *(format_bytes(memory[part]) for part in parts),
+        )
+    return table
+
+
+def others_table(plans: list[Any], nodes: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("PLACEMENT", "LINKS PER TOKEN", "WHY NOT"):
+        table.add_column(heading)
+    for preview in plans:
+        hops = preview["predicted_hop_seconds"]
+        table.add_row(route(preview, nodes), format_seconds(hops) if hops else "none", printable(preview["reason"]))
     return table

@@ -24,10 +24,10 @@ _MANY_LINKS = 8
 
 def status(api: ApiOption = DEFAULT_API_URL, api_key: ApiKeyOption = "", as_json: JsonOption = False) -> None:
     """Nodes, links and instances, as one agent sees them."""
-    from meshinfer.cli.agent_client import ask
+    from meshinfer.cli.agent_client import get
 
-    topology = ask(api, api_key, "/topology")
-    instances = ask(api, api_key, "/instance")["instances"]
+    topology = get(api, api_key, "/topology")
+    instances = get(api, api_key, "/instance")["instances"]
     if as_json:
         print_json({"topology": topology, "instances": instances})
         return
@@ -52,7 +52,7 @@ def nodes_table(nodes: dict[str, Any], instances: list[Any]) -> Table:
     for heading in ("NODE", "ID", "MEMORY FREE", "ACCELERATOR", "LOAD", "SEATS"):
         table.add_column(heading, justify="right" if heading in {"MEMORY FREE", "LOAD", "SEATS"} else "left")
     for node_id, node in nodes.items():
-        seats = sum(seat["node_id"] == node_id for instance in instances for seat in instance["placement"]["seats"])
+        seats = sum(seat["node_id"] == node_id for instance in instances for seat in instance["seats"])
         memory = f"{format_bytes(node['memory_free_bytes'])} of {format_bytes(node['memory_bytes'])}"
         table.add_row(
             name_of(node_id, nodes),
@@ -111,19 +111,19 @@ def layers_of(instance: Any, nodes: dict[str, Any]) -> RenderableType:
         (f"  {placement['strategy']} over {placement['channel']}, {reserved}, {named}", "dim"),
     )
     rows: list[RenderableType] = [heading]
-    if instance.get("error"):
+    if instance["error"]:
         rows.append(Text(printable(f"  {instance['error']}"), style="red"))
     table = Table(box=None, pad_edge=False, show_header=False)
-    reports = instance.get("reports") or [None] * len(placement["seats"])
-    for index, (seat, report) in enumerate(zip(placement["seats"], reports, strict=True)):
-        seat_state = report["state"] if report else "missing"
-        roles = [role for role, at in (("head", 0), ("samples", len(placement["seats"]) - 1)) if index == at]
+    last = len(instance["seats"]) - 1
+    for index, seat in enumerate(instance["seats"]):
+        style = _STATE_STYLES.get(seat["state"], "red")
+        roles = [role for role, at in (("head", 0), ("samples", last)) if index == at]
         table.add_row(
             f"  {name_of(seat['node_id'], nodes)}",
-            bar(seat["start"], seat["end"], placement["layer_count"], _STATE_STYLES.get(seat_state, "red")),
+            bar(seat["start"], seat["end"], placement["layer_count"], style),
             f"layers {seat['start']}–{seat['end'] - 1}",
-            Text(seat_state, style=_STATE_STYLES.get(seat_state, "red")),
-            format_bytes(report["resident_bytes"]) if report and report["resident_bytes"] else "",
+            Text(seat["state"], style=style),
+            format_bytes(seat["resident_bytes"]) if seat.get("resident_bytes") else "",
             Text(", ".join(roles), style="dim"),
         )
     rows.append(table)
