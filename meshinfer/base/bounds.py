@@ -15,6 +15,11 @@ def between(low: float, high: float) -> Meta:
     return Meta(ge=low, le=high)
 
 
+def finite(low: float) -> Meta:
+    """Floats ≥ `low` that JSON can show; infinity would break every page that it is on."""
+    return Meta(ge=low, le=1e18)
+
+
 def sized(low: int, high: int) -> Meta:
     """Text, bytes or tuples of `low` to `high` items."""
     return Meta(min_length=low, max_length=high)

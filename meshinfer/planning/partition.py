@@ -63,10 +63,15 @@ def _best(
     came_from: list[list[int]] = []
     for stage, room in enumerate(rooms):
         after = len(rooms) - 1 - stage
-        ends = range(stage + 1, last - after + 1) if after else (last,)
+        starts = [start for start in range(last) if row[start] < _NEVER]
+        if not starts:
+            return None
         following, back = [_NEVER] * (last + 1), [0] * (last + 1)
-        for end in ends:
-            for start in range(end - 1, stage - 1, -1):
+        for end in range(starts[0] + 1, last - after + 1) if after else (last,):
+            latest = min(end - 1, starts[-1])
+            if room.share(bounds[latest], bounds[end]) > limit and latest == starts[-1]:
+                break  # Nor does any later end fit.
+            for start in range(latest, starts[0] - 1, -1):
                 share = room.share(bounds[start], bounds[end])
                 # Shares only rise from here on, as the start moves back.
                 if share > limit or join(0, share) >= following[end]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from meshinfer.base.bounds import at_least, sized
+from meshinfer.base.bounds import at_least, finite, sized
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import format_bytes
 from meshinfer.topology.placement import ChannelKind, Placement, Strategy
@@ -42,7 +42,7 @@ class Plan:
     memory: Annotated[tuple[SeatMemory, ...], sized(1, 256)]
     """One a seat, in the placement's order."""
     topology_digest: Annotated[str, sized(0, 64)]
-    predicted_hop_seconds: Annotated[float, at_least(0)]
+    predicted_hop_seconds: Annotated[float, finite(0)]
     """Link time per token: the hops from stage to stage and the token's way back to the head."""
     binds: Annotated[str, sized(0, 512)]
     """What limits this candidate: memory of a node, or a link."""

@@ -42,6 +42,8 @@ __all__ = ["plan", "seat_memory", "validate_placement"]
 
 MAX_PLANS = 8
 """More candidates than that to lease, and the view is stale: plan anew instead."""
+LONG_PIPELINE_PLANS = 4
+"""Beyond 8 stages: the alternatives differ in one node of many, and each takes 5 ms to cut."""
 MAX_REFUSALS_PER_NODE = 16
 """Single nodes that do not fit alone, largest first; a page of them tells a person nothing more."""
 FETCH_PRICE = 10**15
@@ -231,7 +233,7 @@ class _Problem:
         )
 
     def choose(self) -> list[Cycle]:
-        """At most MAX_PLANS cycles, best first; up to two of them one node larger than needed, to compare."""
+        """Cycles, best first; up to two of them one node larger than needed, to compare."""
 
         def hop(source: int, target: int) -> int:
             return hop_nanoseconds(self.topology, self.nodes[source].node_id, self.nodes[target].node_id)
@@ -240,9 +242,10 @@ class _Problem:
         found = cycles(self.reach, hop, price)
         best = [cycle for cycle in found if len(cycle.order) == len(found[0].order)]
         larger = found[len(best) :][:2]
+        wanted = MAX_PLANS if not best or len(best[0].order) <= MAX_PLANS else LONG_PIPELINE_PLANS
         if best and len(best[0].order) == 1:
             best.sort(key=lambda cycle: (cycle.cost, -self.nodes[cycle.order[0]].memory_free_bytes, cycle.order))
-        return best[: MAX_PLANS - len(larger)] + larger
+        return best[: wanted - len(larger)] + larger
 
     def plan(self, cycle: Cycle) -> Plan:
         cuts = balanced_cuts([self.rooms[index] for index in cycle.order], self.bounds)

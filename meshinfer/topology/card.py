@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from meshinfer.base.bounds import at_least, between, sized
+from meshinfer.base.bounds import between, finite, sized
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, PlacementId
 from meshinfer.topology.placement import Placement
 
@@ -38,7 +38,7 @@ class SeatReport:
     resident_bytes: Count = 0
     """What the runner's weights and caches hold now, as its engine counts it."""
     sessions: Count = 0
-    step_seconds: Annotated[float, at_least(0)] = 0.0
+    step_seconds: Annotated[float, finite(0)] = 0.0
     """Smoothed time of one decode step in this stage; 0 before the first."""
     error: Annotated[str, sized(0, 512)] = ""
 
@@ -77,7 +77,7 @@ class NodeCard:
     """What a runner takes before its first layer (interpreter, libraries)."""
     computes_float32: bool
     """The engine casts float parameters to fp32 here (CPU), so they take 4 bytes whatever the file says."""
-    load: Annotated[float, at_least(0)]
+    load: Annotated[float, finite(0)]
     """Run queue per core, one minute average."""
     models: Annotated[tuple[HeldModel, ...], sized(0, 64)] = ()
     seats: Annotated[tuple[SeatReport, ...], sized(0, 64)] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from meshinfer.base.bounds import at_least, between
+from meshinfer.base.bounds import between, finite
 from meshinfer.base.ids import NodeId
 
 
@@ -19,9 +19,9 @@ class Link:
     """Smoothed round trip of a small message on an open stream."""
     jitter_seconds: Annotated[float, between(0, 3600)] = 0.0
     """Smoothed absolute deviation of the round trip."""
-    bandwidth_bytes_per_second: Annotated[float, at_least(0)] = 0.0
+    bandwidth_bytes_per_second: Annotated[float, finite(0)] = 0.0
     """0: not measured."""
     loss: Annotated[float, between(0, 1)] = 0.0
     """Share of the last probes that had no answer within their deadline."""
-    age_seconds: Annotated[float, at_least(0)] = 0.0
+    age_seconds: Annotated[float, finite(0)] = 0.0
     """Since the last measurement, on the source's own clock, when it was sent."""

@@ -1,0 +1,129 @@
+"""What an instance is, derived from cards: alike on every node, and never from what a dead node said."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshinfer.base.ids import ModelId, NodeId, instance_id_for
+from meshinfer.serving.view import instances
+from meshinfer.testing.cards import node_card
+from meshinfer.topology.card import SeatReport
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.placement import Placement, Seat
+
+MODEL = ModelId("m")
+INSTANCE = instance_id_for(MODEL)
+IDS = [NodeId(name) for name in ("ada", "bea", "cam")]
+PLACED = Placement(
+    MODEL, "d" * 64, 6, "pipeline", "libp2p", 4096, 1,
+    (Seat(IDS[0], 0, 2), Seat(IDS[1], 2, 4), Seat(IDS[2], 4, 6)),
+)  # fmt: skip
+OTHER = replace(PLACED, seats=(Seat(IDS[1], 0, 3), Seat(IDS[0], 3, 6)))
+
+
+def holding(name, *reports, placements=(PLACED,)):
+    return node_card(name, seats=reports, placements=placements)
+
+
+def report(index, state="ready", epoch=1, placement=PLACED, **more):
+    return SeatReport(INSTANCE, epoch, placement.placement_id, index, state, **more)
+
+
+def seen(*cards):
+    return instances(Topology.of(cards, []))
+
+
+def states(*per_seat):
+    """The instance when the three seats are in these states; None: not announced."""
+    cards = [
+        holding(name, *([report(index, state)] if state else []))
+        for index, (name, state) in enumerate(zip(IDS, per_seat, strict=True))
+    ]
+    return seen(*cards)[0]
+
+
+@pytest.mark.parametrize(
+    ("per_seat", "state"),
+    [
+        (("ready", "ready", "ready"), "ready"),
+        (("ready", "linking", "ready"), "loading"),
+        (("loading", "leased", "loading"), "loading"),
+        (("leased", "leased", None), "placing"),
+        (("leased", None, None), "placing"),
+        (("ready", "ready", None), "placing"),  # its node lives: gossip of one overtakes another's
+        (("loading", None, "loading"), "placing"),
+        (("ready", "failed", "ready"), "broken"),
+        (("leased", "failed", None), "broken"),
+    ],
+)
+def test_seats_make_the_instance(per_seat, state):
+    instance = states(*per_seat)
+    assert instance.state == state
+    assert instance.missing == tuple(node for node, seat in zip(IDS, per_seat, strict=True) if seat is None)
+
+
+def test_a_dead_node_takes_its_seat_with_it():
+    ada, bea, cam = (holding(name, report(index)) for index, name in enumerate(IDS))
+    assert seen(ada, bea, cam)[0].state == "ready"
+    assert seen(ada, cam)[0].state == "broken"
+    assert seen(ada, cam)[0].missing == (IDS[1],)
+    assert seen() == ()
+
+
+def test_only_the_newest_epoch_counts():
+    ada = holding("ada", report(0, epoch=1), report(1, "loading", epoch=2, placement=OTHER), placements=(PLACED, OTHER))
+    bea = holding("bea", report(0, "loading", epoch=2, placement=OTHER), placements=(OTHER,))
+    cam = holding("cam", report(2, epoch=1))
+    (instance,) = seen(ada, bea, cam)
+    assert (instance.epoch, instance.placement, instance.state) == (2, OTHER, "loading")
+
+
+def test_of_two_placements_in_one_epoch_the_lower_id_wins_everywhere():
+    winner = min(PLACED, OTHER, key=lambda placement: placement.placement_id)
+    ada = holding("ada", report(0))
+    bea = holding("bea", report(0, placement=OTHER), placements=(OTHER,))
+    assert seen(ada, bea)[0].placement == winner
+
+
+def test_a_seat_on_another_node_s_card_counts_for_nothing():
+    """Nobody can hold a seat for someone else, or a seat that its placement gives to another."""
+    cards = [holding("ada", report(0), report(1), report(2)), holding("bea"), holding("cam")]
+    assert len(seen(*cards)[0].missing) == 2
+
+
+def test_a_failed_seat_says_why():
+    cards = [holding("ada", report(0)), holding("bea", report(1, "failed", error="out of memory")), holding("cam")]
+    assert seen(*cards)[0].error == "out of memory"
+
+
+def test_a_seat_without_its_placement_is_not_believed():
+    assert seen(holding("ada", report(0), placements=())) == ()
+
+
+reports = st.builds(
+    SeatReport,
+    instance_id=st.sampled_from([instance_id_for(MODEL, replica) for replica in range(2)]),
+    epoch=st.integers(0, 2),
+    placement_id=st.sampled_from([PLACED.placement_id, OTHER.placement_id]),
+    seat_index=st.integers(0, 3),
+    state=st.sampled_from(["leased", "loading", "linking", "ready", "failed"]),
+    progress=st.floats(0, 1),
+)
+
+
+@given(st.lists(st.lists(reports, max_size=4), min_size=3, max_size=3), st.data())
+def test_derivation_does_not_depend_on_order(per_node, data):
+    def cards(shuffled):
+        for name, held in zip(IDS, per_node, strict=True):
+            order = data.draw(st.permutations(held)) if shuffled else held
+            yield holding(name, *order, placements=(PLACED, OTHER))
+
+    straight = seen(*cards(shuffled=False))
+    assert seen(*data.draw(st.permutations(list(cards(shuffled=True))))) == straight
+    assert [instance.instance_id for instance in straight] == sorted(i.instance_id for i in straight)
+    for instance in straight:
+        assert 0 <= instance.progress <= 1
+        assert len(instance.reports) == len(instance.placement.seats)
+        assert (instance.state == "ready") == all(r is not None and r.state == "ready" for r in instance.reports)

@@ -1,0 +1,96 @@
+"""The topology: one value for one state of the mesh, whatever order it was heard in."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import topologies
+
+from meshinfer.base.ids import NodeId
+from meshinfer.testing.cards import node_card
+from meshinfer.topology.graph import Topology, quantise
+from meshinfer.topology.link import Link
+
+
+@given(topologies(), st.randoms(use_true_random=False))
+def test_input_order_and_strangers_change_nothing(topology, rng):
+    cards, links = list(topology.nodes), list(topology.links)
+    links += [Link(NodeId("stranger"), cards[0].node_id, 0.1), Link(cards[0].node_id, NodeId("stranger"), 0.1)]
+    rng.shuffle(cards)
+    rng.shuffle(links)
+    again = Topology.of(cards, links)
+    assert again == topology
+    assert again.digest == topology.digest
+    assert [card.node_id for card in again.nodes] == sorted(card.node_id for card in cards)
+
+
+@given(st.permutations([(1, 5), (2, 1), (2, 3)]))
+def test_of_several_cards_of_one_node_the_latest_counts(orders):
+    cards = [node_card("ada", incarnation=i, version=v) for i, v in orders]
+    assert [card.order for card in Topology.of(cards, []).nodes] == [(2, 3)]
+
+
+@given(st.permutations([(9.0, 0.3), (1.0, 0.1), (4.0, 0.2)]))
+def test_of_several_links_of_one_pair_the_freshest_counts(measured):
+    ada, bea = node_card("ada"), node_card("bea")
+    links = [Link(ada.node_id, bea.node_id, rtt, age_seconds=age) for age, rtt in measured]
+    topology = Topology.of([ada, bea], [*links, Link(ada.node_id, ada.node_id, 0.0)])
+    assert [link.rtt_seconds for link in topology.links] == [0.1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory_usable_bytes": 1},
+        {"memory_promised_bytes": 1},
+        {"runner_overhead_bytes": 1},
+        {"computes_float32": True},
+        {"leaving": True},
+        {"models": ()},
+        {"incarnation": 2},
+    ],
+)
+def test_all_that_a_plan_depends_on_is_in_the_digest(change):
+    ada, bea = node_card("ada"), node_card("bea")
+    assert Topology.of([replace(ada, **change), bea], []).digest != Topology.of([ada, bea], []).digest
+
+
+@pytest.mark.parametrize("change", [{"name": "other"}, {"version": 9}, {"load": 3.0}])
+def test_what_no_plan_depends_on_is_not(change):
+    ada = node_card("ada")
+    assert Topology.of([replace(ada, **change)], []).digest == Topology.of([ada], []).digest
+
+
+def test_noise_in_the_third_digit_makes_no_other_topology():
+    def digest(rtt_seconds, **more):
+        cards = [node_card("ada"), node_card("bea")]
+        return Topology.of(cards, [Link(NodeId("ada"), NodeId("bea"), rtt_seconds, **more)]).digest
+
+    assert digest(0.00123) == digest(0.00119, age_seconds=5.0, jitter_seconds=0.1)
+    assert digest(0.0012) != digest(0.0013)
+
+
+@given(st.floats(0, 1e12))
+def test_quantise_keeps_two_digits_and_the_order(value):
+    assert quantise(value) == pytest.approx(value, rel=0.05, abs=1e-300)
+    assert quantise(quantise(value)) == quantise(value)
+    assert quantise(value) <= quantise(value * 1.2 + 1e-300)
+
+
+@given(topologies())
+def test_every_node_and_link_can_be_asked(topology):
+    for source, target in permutations([card.node_id for card in topology.nodes], 2):
+        link = topology.link_between.get((source, target))
+        shown = topology.to_json()["nodes"][source]["links"].get(target)
+        assert (link is None) == (shown is None)
+        if link and shown:
+            assert shown["latency_us"] == pytest.approx(link.rtt_seconds / 2 * 1e6, abs=0.1)
+            assert shown["bandwidth_gbps"] is None  # not measured is not zero
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**40))
+def test_free_memory_is_never_negative(usable, promised):
+    card = node_card("ada", usable, memory_promised_bytes=promised)
+    assert card.memory_free_bytes == max(0, usable - promised)
