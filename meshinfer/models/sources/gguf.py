@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +52,11 @@ def convert_into(file: Path, staging: Staging, watch: Watch) -> None:
     if any(staging.files.iterdir()):
         return  # converted by an earlier attempt
     require_free(staging.root, int(file.stat().st_size * _GROWTH), f"converting {file.name}")
-    half = staging.scratch / "converted"
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir()
+    for left in staging.scratch.glob("converted-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    # A new name each time: the converter of a pull that was killed may still be writing under the old one.
+    half = Path(tempfile.mkdtemp(prefix="converted-", dir=staging.scratch))
+    half.chmod(0o755)
     convert_gguf(file, half, watch)
     staging.files.rmdir()
     half.rename(staging.files)
