@@ -207,6 +207,6 @@ class OriginLinks:
                 if known:
                     hosts = (known, *(host for host in offer.hosts if host != known))
                     offer = ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)
-            return await self._ports.open_channel(offer, instance.epoch)
+            return await self._ports.open_channel(offer)
         except (Refused, DeadlineExceeded) as error:
             raise PeerLost(f"seat {seat_index} of instance {instance.instance_id} is not there: {error}") from error

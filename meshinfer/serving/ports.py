@@ -58,8 +58,8 @@ class Ports:
     back with (bytes done, bytes in all). Raises UnknownModel, CorruptModel, PeerLost, NoRoom (disk)."""
     start_runner: Callable[[], Awaitable[Runner]]
     """A fresh runner process (or a fake one, in simulations)."""
-    open_channel: Callable[[ChannelOffer, int], Awaitable[OriginChannel]]
-    """This node, as an origin, dials the channel that a runner offers for that epoch. Raises PeerLost."""
+    open_channel: Callable[[ChannelOffer], Awaitable[OriginChannel]]
+    """This node, as an origin, dials the channel that a runner offers. Raises PeerLost."""
     origin_certificate_der: bytes
     """What this node shows when it dials runners as an origin."""
 

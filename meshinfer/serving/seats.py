@@ -92,7 +92,8 @@ class _Seat:
     sessions: int = 0
     step_seconds: float = 0.0
     error: str = ""
-    broken_since: float | None = None
+    alone_since: float | None = None
+    """Since when a seat beside it has been missing from the view; None while all are there."""
     linked: bool = False
     loaded: bool = False
 
@@ -243,7 +244,7 @@ class SeatLedger:
     # --- told by the view and the clock ---------------------------------------------------------
 
     def view_changed(self, instances: Iterable[Instance], live: frozenset[NodeId], now: float) -> list[SeatEffect]:
-        """Free seats whose instance is broken beyond a gossip's delay, or has lost to a rival placement."""
+        """Free seats whose instance is broken, incomplete beyond a gossip's delay, or has lost to a rival placement."""
         derived = {instance.instance_id: instance for instance in instances}
         effects: list[SeatEffect] = []
         for seat in list(self._seats.values()):
@@ -259,10 +260,10 @@ class SeatLedger:
                 effects += self._drop(seat, f"node {gone[0]} is gone")
             elif instance.error:
                 effects += self._drop(seat, f"another seat failed: {instance.error}")
-            elif instance.state != "broken":
-                seat.broken_since = None
-            elif seat.broken_since is None:
-                seat.broken_since = now
+            elif not instance.missing:
+                seat.alone_since = None
+            elif seat.alone_since is None:
+                seat.alone_since = now
         return effects + self.tick(now)
 
     def tick(self, now: float) -> list[SeatEffect]:
@@ -271,8 +272,8 @@ class SeatLedger:
         for seat in list(self._seats.values()):
             if seat.state in {"leased", "failed"} and now >= seat.lapses_at:
                 del self._seats[seat.key]
-            elif seat.broken_since is not None and now >= seat.broken_since + MISSING_GRACE_SECONDS:
-                effects += self._drop(seat, "its instance is broken")
+            elif seat.alone_since is not None and now >= seat.alone_since + MISSING_GRACE_SECONDS:
+                effects += self._drop(seat, "another seat of its instance is missing")
             elif seat.state in {"loading", "linking"} and now >= seat.last_progress_at + self._load_stall_seconds:
                 effects += self.fail(
                     seat.key, f"no progress for {self._load_stall_seconds:.0f} s while {seat.state}", now
@@ -283,8 +284,8 @@ class SeatLedger:
         """When `tick` has something to do; None if nothing is pending."""
         due = [seat.lapses_at for seat in self._seats.values() if seat.state in {"leased", "failed"}]
         for seat in self._seats.values():
-            if seat.broken_since is not None:
-                due.append(seat.broken_since + MISSING_GRACE_SECONDS)
+            if seat.alone_since is not None:
+                due.append(seat.alone_since + MISSING_GRACE_SECONDS)
             if seat.state in {"loading", "linking"}:
                 due.append(seat.last_progress_at + self._load_stall_seconds)
         return min(due, default=None)

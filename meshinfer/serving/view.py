@@ -17,8 +17,11 @@ from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement
 
 InstanceState = Literal["placing", "loading", "ready", "broken"]
-"""placing: not all seats are leased yet. loading: all seats are there, not all ready. ready: it serves.
-broken: a seat failed, or is missing though the others have moved past their leases."""
+"""placing: some seat is not announced (yet) by its node, which lives. loading: all seats are there, not all ready.
+ready: it serves. broken: a seat failed, or its node is gone.
+
+Gossip of one node overtakes another's, so a missing seat of a living node says nothing by itself; holders give the
+others' seats a moment to show and then free their own, with which the instance is gone (`seats.SeatLedger`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,10 @@ def _derive(topology: Topology, instance_id: InstanceId, epoch: int, placement: 
     failed = [report for report in present if report.state == "failed"]
     progress = sum(report.progress for report in present) / len(reports)
     state: InstanceState
-    if failed:
+    if failed or any(seat.node_id not in topology.by_id for seat in placement.seats):
         state = "broken"
     elif len(present) < len(reports):
-        state = "placing" if all(report.state == "leased" for report in present) else "broken"
+        state = "placing"
     elif all(report.state == "ready" for report in present):
         state = "ready"
     else:

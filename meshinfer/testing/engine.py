@@ -86,9 +86,8 @@ class FakeFabric:
 
         return start
 
-    async def open_channel(self, offer: ChannelOffer, epoch: int) -> FakeChannel:
+    async def open_channel(self, offer: ChannelOffer) -> FakeChannel:
         """For `Ports.open_channel`: an origin dials a runner."""
-        del epoch
         await trio.lowlevel.checkpoint()
         runner = self.listener(offer)
         return FakeChannel(runner)

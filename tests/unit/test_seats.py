@@ -152,7 +152,9 @@ def test_linked_before_loaded_is_not_ready_yet() -> None:
 
 
 def instance(book: SeatLedger, state: str, epoch: int = 1, of: Placement | None = None, error: str = "") -> Instance:
-    return Instance(INSTANCE, epoch, of or placement(), state, 1.0, (book.reports()[0], None), error)  # type: ignore[arg-type]
+    mine = book.reports()[0]
+    beside = mine if state == "ready" else None
+    return Instance(INSTANCE, epoch, of or placement(), state, 1.0, (mine, beside), error)  # type: ignore[arg-type]
 
 
 def test_a_dead_node_frees_the_seats_beside_it_at_once() -> None:
@@ -167,9 +169,9 @@ def test_a_seat_that_is_not_in_the_view_yet_has_a_grace() -> None:
     book = ledger()
     ready(book)
     live = frozenset({ME, OTHER})
-    assert book.view_changed([instance(book, "broken")], live, now=1.0) == []
+    assert book.view_changed([instance(book, "placing")], live, now=1.0) == []
     assert book.view_changed([instance(book, "ready")], live, now=2.0) == []
-    assert book.view_changed([instance(book, "broken")], live, now=3.0) == []
+    assert book.view_changed([instance(book, "placing")], live, now=3.0) == []
     assert book.tick(3.0 + MISSING_GRACE_SECONDS - 0.1) == []
     assert [type(e) for e in book.tick(3.0 + MISSING_GRACE_SECONDS)] == [StopRunner]
 

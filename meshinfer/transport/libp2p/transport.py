@@ -29,7 +29,7 @@ from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
-from libp2p.protocol_muxer.exceptions import MultiselectClientError
+from libp2p.protocol_muxer.exceptions import ProtocolNotSupportedError
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.noise.transport import Transport as Noise
@@ -51,7 +51,6 @@ from meshinfer.transport.base import (
     TransportStatistics,
 )
 from meshinfer.transport.calls import CallLine, CallServer, check_request
-from meshinfer.transport.home_lock import one_agent
 from meshinfer.transport.libp2p.connections import Admission, Connections, Link, listening_on, open_listeners
 from meshinfer.transport.libp2p.gossip import make_gossip, received, topic_of
 from meshinfer.transport.libp2p.hardening import (
@@ -196,25 +195,24 @@ class Libp2pTransport:
         """Listen and serve until cancelled.
 
         Raises:
-            BadInput: another agent runs in this home, or the port is in use.
+            BadInput: the port is in use.
         """
         _quieten_library()
-        with one_agent(self._settings.home):
-            listeners = await open_listeners(self._settings.listen_host, self._settings.listen_port)
-            try:
-                await self._serve(listeners, task_status)
-            except* Exception:
-                # The library's services may fail while they are being torn down; that is no news. Else it is.
-                if trio.current_effective_deadline() > -float("inf"):
-                    raise
-                log.debug("while stopping", exc_info=True)
-            finally:
-                self._nursery = None
-                self._listening = None
-                self._connected.clear()  # no events: whoever read them is being stopped too
-                self._lines.clear()
-                for listener in listeners:
-                    await trio.aclose_forcefully(listener)
+        listeners = await open_listeners(self._settings.listen_host, self._settings.listen_port)
+        try:
+            await self._serve(listeners, task_status)
+        except* Exception:
+            # The library's services may fail while they are being torn down; that is no news. Else it is.
+            if trio.current_effective_deadline() > -float("inf"):
+                raise
+            log.debug("while stopping", exc_info=True)
+        finally:
+            self._nursery = None
+            self._listening = None
+            self._connected.clear()  # no events: whoever read them is being stopped too
+            self._lines.clear()
+            for listener in listeners:
+                await trio.aclose_forcefully(listener)
 
     async def _serve(self, listeners: Sequence[trio.SocketListener], task_status: TaskStatus[None]) -> None:
         async with AsyncExitStack() as stack:
@@ -364,8 +362,8 @@ class Libp2pTransport:
             else:
                 opening.done.set()
                 await opening.line.run()
-        except MultiselectClientError as error:
-            opening.error = Refused(f"{peer} takes no calls: {error}", do="update that node")
+        except ProtocolNotSupportedError:
+            opening.error = Refused(f"{peer} does not know {CALLS}", do="update the older of the two nodes")
         except Exception as error:  # noqa: BLE001 - whatever broke, the line is lost and the next call opens another
             log.debug("no calls to %s: %r", peer, error)
             opening.error = PeerLost(f"the connection to {peer} is gone", do="use another node")

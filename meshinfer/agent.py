@@ -1,0 +1,189 @@
+"""The agent: one process per node. This file is the list of what runs.
+
+    home and key ─► transport (libp2p) ─► mesh (who is here) ─► serving (seats, placing, sessions) ─► HTTP
+
+It never loads MLX and never touches an activation: runners, processes of their own, do that.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import trio
+
+import meshinfer
+from meshinfer.api.app import make_app, serve
+from meshinfer.api.serving_backend import ServingBackend
+from meshinfer.base.ids import NodeId
+from meshinfer.config import Settings
+from meshinfer.mesh.mesh import Mesh, MeshSettings
+from meshinfer.mesh.own_card import OwnCard
+from meshinfer.models.store import ModelStore
+from meshinfer.models.text_cache import TextCache
+from meshinfer.serving.machine import MachineFacts, load_per_core, measure_machine
+from meshinfer.serving.model_cards import ModelCards
+from meshinfer.serving.model_files import ModelFiles
+from meshinfer.serving.ports import OriginChannel, Ports
+from meshinfer.serving.runners import RunnerProcess
+from meshinfer.serving.service import Serving
+from meshinfer.topology.card import NodeCard, SeatReport
+from meshinfer.topology.placement import Placement
+from meshinfer.transport.certificates import make_certificate
+from meshinfer.transport.home_lock import one_agent
+from meshinfer.transport.libp2p.transport import Libp2pSettings, Libp2pTransport
+from meshinfer.transport.mesh_key import load_or_make
+from meshinfer.transport.origin import open_origin_channel
+from meshinfer.wire.messages import ChannelOffer
+
+DIAL_SECONDS = 3.0
+"""For one runner's channel: a TCP connection and a TLS handshake on the slowest sensible link."""
+LOOK_AROUND_SECONDS = 2.0
+"""How often this node looks at its own store and load. Models pulled by the command line show after this."""
+LOAD_STEP = 0.5
+"""Processes per core: a change that a planner could care about."""
+GOODBYE_SECONDS = 3.0
+"""For the goodbye to reach the neighbours and the runners to end, when the agent is asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a person wants to know once the agent is up."""
+
+    node_id: NodeId
+    name: str
+    api_url: str
+    addresses: tuple[str, ...]
+    """`host:port` for `--peer` on other laptops."""
+    mesh_id: str
+    join_code: str | None
+    """None: the mesh is open."""
+    key_source: Literal["made", "home", "file", "environment", "open"]
+    """made: this start made the mesh, so the code is news."""
+    memory_usable_bytes: int
+    accelerator: str
+    models: tuple[str, ...]
+
+
+async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -> None:
+    """Run this node until cancelled; then say goodbye to the mesh and end every runner.
+
+    Raises:
+        BadInput: the home is in use, a port is in use, a key or identity file is damaged.
+        MeshinferError: the engine cannot be loaded here.
+    """
+    name = settings.name or socket.gethostname().partition(".")[0]
+    with one_agent(settings.home):
+        membership = await trio.to_thread.run_sync(
+            partial(load_or_make, settings.home, key_file=settings.mesh_key_file, open_mesh=settings.open_mesh)
+        )
+        machine = await measure_machine(settings.home, settings.memory_limit_bytes, settings.memory_reserve)
+        store = ModelStore(settings.home / "models")
+        transport = Libp2pTransport(
+            Libp2pSettings(
+                home=settings.home,
+                mesh_key=membership.key,
+                listen_host=settings.listen_host,
+                listen_port=settings.listen_port,
+                include_loopback=settings.loopback,
+            )
+        )
+        own_card = OwnCard(_first_card(transport.node_id, name, settings, machine, store), settings.home)
+        mesh_settings = MeshSettings(settings.home, membership.key.mesh_id, settings.peers, settings.discovery)
+        mesh = Mesh(transport, own_card, mesh_settings, random.Random())  # noqa: S311 - spreads retries
+        serving, backend = _make_serving(settings, transport, mesh, own_card, store)
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(transport.run, name="transport")
+            await nursery.start(mesh.run, name="mesh")
+            nursery.start_soon(serving.run, name="serving")
+            nursery.start_soon(_look_around, own_card, store, name="look around")
+            api = await nursery.start(serve, make_app(backend, settings), settings, name="http")
+            own_card.update(api_url="" if settings.api_host.startswith("127.") else api.url)
+            on_started(
+                Started(
+                    node_id=transport.node_id,
+                    name=name,
+                    api_url=api.url,
+                    addresses=transport.addresses(),
+                    mesh_id=membership.key.mesh_id,
+                    join_code=membership.code.reveal() if membership.code else None,
+                    key_source=membership.source,
+                    memory_usable_bytes=machine.memory_usable_bytes,
+                    accelerator=machine.accelerator,
+                    models=tuple(model.model_id for model in store.held()),
+                )
+            )
+            try:
+                await trio.sleep_forever()
+            finally:
+                with trio.move_on_after(GOODBYE_SECONDS, shield=True):
+                    await mesh.leave()
+                    await serving.seats.release_all(f"node {name} left")
+
+
+def _make_serving(
+    settings: Settings, transport: Libp2pTransport, mesh: Mesh, own_card: OwnCard, store: ModelStore
+) -> tuple[Serving, ServingBackend]:
+    cards = ModelCards(transport, mesh.topology, store.info, settings.call_timeout_seconds)
+    files = ModelFiles(store, TextCache(settings.home / "text"), cards, transport)
+    certificate = make_certificate()
+
+    def announce(seats: tuple[SeatReport, ...], placements: tuple[Placement, ...], promised_bytes: int) -> None:
+        own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes)
+
+    async def open_channel(offer: ChannelOffer) -> OriginChannel:
+        return await open_origin_channel(offer, certificate, timeout_seconds=DIAL_SECONDS)
+
+    ports = Ports(
+        settings=settings,
+        transport=transport,
+        topology=mesh.topology,
+        watch=mesh.changes,
+        announce=announce,
+        model_cards=cards,
+        model_path=files.path,
+        start_runner=RunnerProcess.start,
+        open_channel=open_channel,
+        origin_certificate_der=certificate.der,
+    )
+    serving = Serving.of(ports)
+    return serving, ServingBackend(serving, files.text_directory)
+
+
+def _first_card(node_id: NodeId, name: str, settings: Settings, machine: MachineFacts, store: ModelStore) -> NodeCard:
+    return NodeCard(
+        node_id=node_id,
+        incarnation=0,
+        version=0,
+        name=name[:128],
+        agent_version=meshinfer.__version__,
+        addresses=(),
+        api_url="",
+        platform=machine.platform,
+        accelerator=machine.accelerator,
+        cpu_cores=machine.cpu_cores,
+        memory_total_bytes=machine.memory_total_bytes,
+        memory_usable_bytes=machine.memory_usable_bytes,
+        memory_promised_bytes=0,
+        runner_overhead_bytes=settings.runner_overhead_bytes,
+        computes_float32=machine.computes_float32,
+        load=load_per_core(),
+        models=store.held(),
+    )
+
+
+async def _look_around(own_card: OwnCard, store: ModelStore) -> None:
+    """Keep the card true about what changes outside of this process: models on disk, load."""
+    while True:
+        await trio.sleep(LOOK_AROUND_SECONDS)
+        held = await trio.to_thread.run_sync(store.held)
+        if held != own_card.card.models:
+            own_card.update(models=held)
+        # A new load alone is worth no announcement; it goes with the next.
+        if abs(load_per_core() - own_card.card.load) > LOAD_STEP:
+            own_card.update(load=load_per_core())

@@ -1,0 +1,225 @@
+"""Whole agents in one process: real mesh and serving on a simulated network, with the exact engine.
+
+    async with Cluster(rng).running(3) as cluster:
+        answer = await cluster.ask(cluster.nodes[0], prompt, tokens=8)
+        cluster.kill(cluster.nodes[1])
+
+Everything above the transport and the runner is the product's own code. Run it on a clock that jumps
+(`trio.testing.MockClock(autojump_threshold=0)`): a minute takes a moment.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import trio
+from trio import TaskStatus
+
+from meshinfer.base.ids import ModelId, NodeId, SessionId
+from meshinfer.base.units import MIB
+from meshinfer.config import Settings
+from meshinfer.mesh.mesh import Mesh, MeshSettings
+from meshinfer.mesh.own_card import OwnCard
+from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.workload import Workload
+from meshinfer.serving.model_cards import ModelCards
+from meshinfer.serving.ports import Ports
+from meshinfer.serving.requests import Finished, Generated, GenerateRequest
+from meshinfer.serving.service import Serving
+from meshinfer.serving.view import Instance
+from meshinfer.testing.cards import MODEL_ID, model_card, node_card
+from meshinfer.testing.engine import FakeFabric, FakeSpeed
+from meshinfer.testing.network import SimNetwork, SimTransport
+from meshinfer.topology.card import HeldModel, SeatReport
+from meshinfer.topology.placement import Placement
+from meshinfer.wire.messages import ModelFile, ModelInfo
+from meshinfer.wire.records import Sampling
+
+WORKLOAD = Workload(context_tokens=256, concurrency=1)
+
+
+@dataclass(eq=False)
+class SimNode:
+    """One agent of a cluster."""
+
+    name: str
+    transport: SimTransport
+    mesh: Mesh
+    serving: Serving
+    home: Path
+    ended: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.transport.node_id
+
+    def instances(self) -> tuple[Instance, ...]:
+        return self.serving.ports.instances()
+
+
+class Cluster:
+    """Some agents on one simulated network."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        memory_bytes: int = 48 * MIB,
+        model: ModelCard | None = None,
+        speed: FakeSpeed | None = None,
+    ) -> None:
+        """Nodes have `memory_bytes` each; by default `model` (64 MiB in 8 layers) needs two of them."""
+        self.network = SimNetwork(rng)
+        self.fabric = FakeFabric(speed)
+        self.model = model or model_card(layer_bytes=(8 * MIB,) * 8)
+        self.nodes: list[SimNode] = []
+        """Those that were started, the killed ones too, in order."""
+        self._rng = rng
+        self._memory_bytes = memory_bytes
+        self._nursery: trio.Nursery | None = None
+        self._requests = 0
+
+    @asynccontextmanager
+    async def running(self, count: int) -> AsyncGenerator[Cluster]:
+        """`count` agents that all see each other; all are gone afterwards."""
+        with tempfile.TemporaryDirectory() as homes:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for index in range(count):
+                    await self.start(f"node{index}", Path(homes) / f"node{index}")
+                await self.settle()
+                try:
+                    yield self
+                finally:
+                    nursery.cancel_scope.cancel()
+
+    async def start(self, name: str, home: Path) -> SimNode:
+        """One more agent, which knows the first one's address. The name of a killed one: its restart."""
+        assert self._nursery is not None
+        home.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - a simulation may block
+        transport = self.network.add(name)
+        seeds = self.nodes[0].transport.addresses() if self.nodes else ()
+        held = HeldModel(self.model.model_id, self.model.digest, 1)
+        card = replace(
+            node_card(name, self._memory_bytes, holds=()),
+            node_id=transport.node_id,
+            name=name,
+            addresses=transport.addresses(),
+            models=(held,),
+        )
+        own_card = OwnCard(card, home)
+        mesh = Mesh(transport, own_card, MeshSettings(home, "sim", seeds, discovery=False), self._rng)
+        node = SimNode(name, transport, mesh, self._serving(transport, mesh, own_card, home), home)
+        self.nodes.append(node)
+        await self._nursery.start(self._run, node)
+        return node
+
+    async def restart(self, node: SimNode) -> SimNode:
+        """The same home and name again, after `kill`."""
+        await node.ended.wait()
+        return await self.start(node.name, node.home)
+
+    def kill(self, node: SimNode) -> None:
+        """Kill -9 of agent and runners."""
+        self.fabric.kill(node.node_id)
+        self.network.kill(node.node_id)
+
+    def stop(self, node: SimNode) -> None:
+        """SIGSTOP of agent and runners (a lid closes)."""
+        self.fabric.stop(node.node_id)
+        self.network.stop(node.node_id)
+
+    def resume(self, node: SimNode) -> None:
+        self.fabric.resume(node.node_id)
+        self.network.resume(node.node_id)
+
+    async def settle(self, nodes: Sequence[SimNode] = (), timeout_seconds: float = 30.0) -> None:
+        """Until `nodes` (all that were started, by default) see exactly each other."""
+        group = nodes or self.nodes
+        everyone = {node.node_id for node in group}
+        await self.until(lambda: all(set(node.mesh.topology().by_id) == everyone for node in group), timeout_seconds)
+
+    async def until(self, is_so: Callable[[], bool], timeout_seconds: float = 30.0) -> float:
+        """Virtual seconds until `is_so()`. Raises trio.TooSlowError if it does not come true in time."""
+        start = trio.current_time()
+        with trio.fail_after(timeout_seconds):
+            while not is_so():  # noqa: ASYNC110 - anything can make it so, and virtual time is free
+                await trio.sleep(0.01)
+        return trio.current_time() - start
+
+    def request(
+        self, prompt: Sequence[int], tokens: int, seed: int = 7, deadline_seconds: float = 60.0
+    ) -> GenerateRequest:
+        """A request for `tokens` tokens of the cluster's model."""
+        self._requests += 1
+        return GenerateRequest(
+            session_id=SessionId(f"{self._requests:032x}"),
+            model_id=self.model.model_id,
+            prompt_ids=tuple(prompt),
+            max_new_tokens=tokens,
+            stop_token_ids=(),
+            sampling=Sampling(seed=seed),
+            workload=WORKLOAD,
+            deadline_seconds=deadline_seconds,
+        )
+
+    async def ask(
+        self, origin: SimNode, request: GenerateRequest, on_token: Callable[[int], None] | None = None
+    ) -> tuple[int, ...]:
+        """The whole answer, checked to be gapless. Raises the request's MeshinferError."""
+        tokens: list[int] = []
+        async with origin.serving.sessions.generate(request) as events:
+            async for event in events:
+                if isinstance(event, Generated):
+                    assert event.index == len(tokens), f"token {event.index} after {len(tokens)}"
+                    tokens.append(event.token_id)
+                    if on_token:
+                        on_token(event.index)
+                elif isinstance(event, Finished):
+                    assert event.reason == "length"
+        return tuple(tokens)
+
+    async def _run(self, node: SimNode, *, task_status: TaskStatus[None]) -> None:
+        try:
+            with node.transport.process:
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(node.transport.run)
+                    await nursery.start(node.mesh.run)
+                    nursery.start_soon(node.serving.run)
+                    task_status.started()
+        finally:
+            node.ended.set()
+
+    def _serving(self, transport: SimTransport, mesh: Mesh, own_card: OwnCard, home: Path) -> Serving:
+        settings = Settings(home=home)
+        files = (ModelFile("config.json", 1, "0" * 64),)
+
+        def local(model_id: ModelId) -> ModelInfo | None:
+            return ModelInfo(self.model, files) if model_id == MODEL_ID else None
+
+        def announce(seats: tuple[SeatReport, ...], placements: tuple[Placement, ...], promised_bytes: int) -> None:
+            own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes)
+
+        async def model_path(model_id: ModelId, progress: Callable[[int, int], None]) -> Path:
+            del model_id, progress
+            await trio.lowlevel.checkpoint()
+            return home
+
+        ports = Ports(
+            settings=settings,
+            transport=transport,
+            topology=mesh.topology,
+            watch=mesh.changes,
+            announce=announce,
+            model_cards=ModelCards(transport, mesh.topology, local, settings.call_timeout_seconds),
+            model_path=model_path,
+            start_runner=self.fabric.start_runner(transport.node_id),
+            open_channel=self.fabric.open_channel,
+            origin_certificate_der=b"origin",
+        )
+        return Serving.of(ports)

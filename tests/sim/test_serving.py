@@ -1,0 +1,232 @@
+"""Whole agents, exact engine, virtual time: a model id becomes an answer, also while machines go.
+
+Written as Hypothesis tests: Hypothesis seeds trio's scheduler, so a failing run replays.
+"""
+
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from meshinfer.base.errors import BadInput, MeshinferError, NoRoom, UnknownModel
+from meshinfer.base.ids import ModelId
+from meshinfer.base.units import MIB
+from meshinfer.planning.workload import Constraints
+from meshinfer.serving.requests import GenerateRequest
+from meshinfer.testing.cluster import WORKLOAD, Cluster
+from meshinfer.testing.engine import exact_answer
+from meshinfer.wire.messages import Place
+
+seeds = st.integers(0, 2**32 - 1)
+few = settings(
+    max_examples=4,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a seed cannot be made simpler
+)
+
+
+def simulate(scenario: Callable[[Cluster], Awaitable[None]], seed: int, count: int = 3, **options: object) -> None:
+    async def main() -> None:
+        cluster = Cluster(random.Random(seed), **options)  # type: ignore[arg-type]
+        async with cluster.running(count):
+            await scenario(cluster)
+        assert cluster.network.failures == []
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@given(seeds)
+@few
+def test_a_model_that_no_node_can_hold_alone_answers_through_any_node(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        for origin in cluster.nodes:
+            request = cluster.request((1, 2, 3), tokens=12, seed=seed)
+            assert await cluster.ask(origin, request) == exact_answer((1, 2, 3), seed, 12)
+        for node in cluster.nodes:
+            (instance,) = node.instances()
+            assert instance.state == "ready"
+            assert len(instance.placement.seats) == 2
+
+    simulate(scenario, seed)
+
+
+@given(seeds)
+@few
+def test_two_nodes_asked_at_once_end_with_one_instance(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        answers: list[tuple[int, ...]] = []
+
+        async def ask(index: int) -> None:
+            request = cluster.request((index,), tokens=5, seed=index)
+            answers.append(await cluster.ask(cluster.nodes[index % 3], request))
+
+        async with trio.open_nursery() as nursery:
+            for index in range(6):
+                nursery.start_soon(ask, index)
+        assert sorted(answers) == sorted(exact_answer((index,), index, 5) for index in range(6))
+        await trio.sleep(5)
+        assert {len(node.instances()) for node in cluster.nodes} == {1}
+        running = [runner for node in cluster.nodes for runner in cluster.fabric.runners_of(node.node_id)]
+        assert len(running) == 2
+
+    simulate(scenario, seed)
+
+
+@given(seeds, st.booleans())
+@few
+def test_a_killed_or_stopped_node_ends_requests_and_the_next_is_placed_anew(seed: int, stops: bool) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first = cluster.request((9,), tokens=4, seed=seed)
+        await cluster.ask(cluster.nodes[0], first)
+        (instance,) = cluster.nodes[0].instances()
+        victim = next(n for n in cluster.nodes[1:] if n.node_id in instance.placement.node_ids)
+        survivors = [node for node in cluster.nodes if node is not victim]
+        lost_after: list[float] = []
+
+        async def ask_on() -> None:
+            with pytest.raises(MeshinferError):
+                await cluster.ask(survivors[0], cluster.request((9,), tokens=10_000, seed=seed, deadline_seconds=600))
+            lost_after.append(trio.current_time())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask_on)
+            await trio.sleep(1)
+            struck = trio.current_time()
+            (cluster.stop if stops else cluster.kill)(victim)
+            await cluster.until(
+                lambda: all(
+                    instance.state == "broken" or victim.node_id not in instance.placement.node_ids
+                    for node in survivors
+                    for instance in node.instances()
+                ),
+                timeout_seconds=3.0,
+            )
+        assert lost_after[0] - struck < 3.5
+        await cluster.until(
+            lambda: all(not cluster.fabric.runners_of(node.node_id) for node in survivors), timeout_seconds=5.0
+        )
+        again = cluster.request((9,), tokens=4, seed=seed)
+        assert await cluster.ask(survivors[0], again) == exact_answer((9,), seed, 4)
+        (placed,) = survivors[0].instances()
+        assert victim.node_id not in placed.placement.node_ids
+        assert placed.epoch > instance.epoch
+
+    # Each node holds 48 of 64 MiB, so that the two that are left suffice.
+    simulate(scenario, seed)
+
+
+@given(seeds)
+@few
+def test_a_killed_runner_breaks_its_instance_and_nothing_else(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.ask(cluster.nodes[0], cluster.request((1,), tokens=2))
+        holder = next(node for node in cluster.nodes if cluster.fabric.runners_of(node.node_id))
+        cluster.fabric.runners_of(holder.node_id)[0].die("killed by SIGSEGV")
+        await cluster.until(
+            lambda: all(all(i.state == "broken" for i in node.instances()) for node in cluster.nodes),
+            timeout_seconds=3.0,
+        )
+        assert all(len(node.mesh.topology().nodes) == 3 for node in cluster.nodes)
+        assert await cluster.ask(cluster.nodes[2], cluster.request((1,), tokens=3, seed=5)) == exact_answer((1,), 5, 3)
+
+    simulate(scenario, seed)
+
+
+@given(seeds)
+@few
+def test_a_planner_that_dies_leaves_nothing_behind(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        from meshinfer.serving.election import elect
+
+        order = elect(cluster.model.model_id, [node.node_id for node in cluster.nodes])
+        planner = next(node for node in cluster.nodes if node.node_id == order[0])
+        others = [node for node in cluster.nodes if node is not planner]
+        answers: list[tuple[int, ...]] = []
+
+        async def ask() -> None:
+            answers.append(await cluster.ask(others[0], cluster.request((4,), tokens=3, seed=1)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(random.Random(seed).uniform(0, 0.02))  # somewhere between the call and the commits
+            cluster.kill(planner)
+        assert answers == [exact_answer((4,), 1, 3)]
+        await trio.sleep(20)  # beyond every lease
+        for node in others:
+            promised = sum(seat.promised_bytes for seat in node.serving.ports.own_card().seats)
+            assert node.serving.ports.own_card().memory_promised_bytes == promised
+            assert all(instance.state == "ready" for instance in node.instances())
+
+    simulate(scenario, seed, count=4)
+
+
+@given(seeds)
+@few
+def test_deleting_frees_every_node_and_the_same_placement_can_be_posted_again(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        model_id = cluster.model.model_id
+        preview = await node.serving.placer.preview(model_id, WORKLOAD, Constraints())
+        ask = Place(model_id, WORKLOAD, Constraints(), preview.plans[-1].placement)
+        for _ in range(2):
+            placed = await node.serving.placer.place(ask)
+            assert placed.placement == ask.placement
+            await cluster.until(lambda: [i.state for i in node.instances()] == ["ready"])
+            freed, unconfirmed = await cluster.nodes[1].serving.placer.delete(placed.instance_id)
+            assert unconfirmed == ()
+            assert set(freed) == set(placed.placement.node_ids)
+            assert min(freed.values()) > 0
+            assert all(not cluster.fabric.runners_of(n.node_id) for n in cluster.nodes)
+            await cluster.until(lambda: all(n.instances() == () for n in cluster.nodes), timeout_seconds=3.0)
+            assert all(n.serving.ports.own_card().memory_promised_bytes == 0 for n in cluster.nodes)
+
+    simulate(scenario, seed)
+
+
+@given(seeds)
+@few
+def test_what_cannot_be_is_refused_and_leaves_nothing(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+
+        async def refused(request: GenerateRequest, error: type[MeshinferError], words: str) -> None:
+            with pytest.raises(error, match=words):
+                await cluster.ask(node, request)
+
+        good = cluster.request((1,), tokens=2)
+        await refused(cluster.request((1,), tokens=300), BadInput, "300 more")
+        unknown = GenerateRequest(
+            good.session_id, ModelId("no/such"), (1,), 2, (), good.sampling, good.workload, good.deadline_seconds
+        )
+        await refused(unknown, UnknownModel, "no live node holds")
+        for key in range(2, len(cluster.nodes)):
+            cluster.kill(cluster.nodes[key])
+        cluster.kill(cluster.nodes[1])
+        await cluster.until(lambda: len(node.mesh.topology().nodes) == 1)
+        await refused(cluster.request((1,), tokens=2), NoRoom, "MiB")
+        assert node.serving.ports.own_card().memory_promised_bytes == 0
+
+    simulate(scenario, seed)
+
+
+@given(seeds)
+@few
+def test_a_client_that_leaves_frees_its_session_on_the_runner(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        async with node.serving.sessions.generate(cluster.request((1,), tokens=200)) as events:
+            async for event in events:
+                if getattr(event, "index", -1) == 3:
+                    break
+        assert node.serving.sessions.count == 0
+        await cluster.until(
+            lambda: all(not r.sessions for n in cluster.nodes for r in cluster.fabric.runners_of(n.node_id)),
+            timeout_seconds=1.0,
+        )
+
+    simulate(scenario, seed, memory_bytes=48 * MIB)
