@@ -157,12 +157,13 @@ class ControlApi:
             model_id = parse_model_id(wish.model_id)
         except BadInput as error:
             raise BadParameter("model_id", error.what, expected=error.expected, do=error.do) from None
+        usual = Workload()
         workload = Workload(
             context_tokens=wish.context or self._settings.context_tokens,
             concurrency=wish.concurrency or self._settings.concurrency,
-            prompt_tokens=wish.prompt_tokens or Workload.prompt_tokens,
-            output_tokens=wish.output_tokens or Workload.output_tokens,
-            objective=wish.objective or Workload.objective,
+            prompt_tokens=wish.prompt_tokens or usual.prompt_tokens,
+            output_tokens=wish.output_tokens or usual.output_tokens,
+            objective=wish.objective or usual.objective,
         )
         topology = self._backend.topology()
         nodes, exclude = _resolve(topology, wish.nodes, "nodes"), _resolve(topology, wish.exclude, "exclude")
