@@ -1,0 +1,265 @@
+"""What this node says of itself reaches everyone, and what they say reaches it.
+
+Two ways, since either alone is not enough:
+
+- *Push.* This node's own announcement, never another's, is published at once on a change and every
+  two seconds anyway. Changes are gathered for 50 ms, and a node that changes all the time is held
+  to two announcements a second after its first few: what costs one node a line costs every other
+  node 6 ms (measured over gossipsub), and nothing per token belongs here.
+- *Pull.* Whoever connects asks the other for all that it lacks, and every half minute each node asks
+  one neighbour, picked at random. That repairs whatever push lost. A neighbour that is alive but has
+  not been heard for three periods is asked directly, so a mesh lives on, slower, with push broken.
+
+Everything heard is checked (`announcement.check`) before it is believed, and passed on only as its
+author signed it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import trio
+from trio import TaskStatus
+
+from meshinfer.base.errors import MeshinferError, ProtocolError
+from meshinfer.base.ids import NodeId
+from meshinfer.mesh.announcement import Heard, check, sign
+from meshinfer.mesh.changes import Changes
+from meshinfer.mesh.own_card import OwnCard
+from meshinfer.mesh.view import MergeResult, View
+from meshinfer.topology.link import Link
+from meshinfer.transport.base import MAX_CALL_BYTES, MAX_GOSSIP_BYTES, Transport
+from meshinfer.wire.codec import decode, encode
+from meshinfer.wire.messages import PULL_VIEW, PullView, SignedAnnouncement, ViewPulled
+
+log = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 2.0
+"""Between announcements when nothing changes. Halving it doubles idle gossip; views converge in two periods."""
+COALESCE_SECONDS = 0.05
+"""How long a change waits for others to travel with it."""
+BURST = 6
+"""Announcements at `COALESCE_SECONDS` apart before a node is held to …"""
+SUSTAINED_SECONDS = 0.5
+"""… one in this time. Placing a model changes a card about five times."""
+PULL_PERIOD_SECONDS = 30.0
+PULL_DEADLINE_SECONDS = 3.0
+PULL_ROUNDS = 64
+"""Rounds of one pull: at 200 KiB each, more than a view can hold."""
+PULL_WORKERS = 4
+"""So that a neighbour that does not answer holds up three others by nothing."""
+PULLS_WAITING = 64
+ANSWER_BYTES = MAX_CALL_BYTES - 16 * 1024
+"""Of announcements in one answer; the rest is for the envelope."""
+MAX_ANNOUNCED_LINKS = 64
+"""Four times a full mesh; with a card of 40 KiB they fit into one message."""
+OVERHEAD_BYTES = 64
+"""Of one announcement in an answer: field names and lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class GossipStatistics:
+    published: int
+    published_bytes: int
+    accepted: int
+    """Announcements that told something newer."""
+    stale: int
+    refused: int
+    """Forged, garbled, or without room."""
+    pulls: int
+    pulls_failed: int
+
+
+class Gossip:
+    """The driver of push and pull between `transport` and `view`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        own_card: OwnCard,
+        view: View,
+        *,
+        links: Callable[[], tuple[Link, ...]],
+        neighbours: Callable[[], Collection[NodeId]],
+        on_merge: Callable[[Heard, MergeResult], None],
+        rng: random.Random,
+    ) -> None:
+        """
+        Args:
+            transport: running, or about to.
+            own_card: what to announce.
+            view: what has been heard; written here only.
+            links: this node's outgoing links, to announce with the card.
+            neighbours: those that may be asked now: connected and alive.
+            on_merge: called with each announcement that was taken in, our own included, and what it was.
+            rng: picks whom to ask.
+        """
+        self._transport, self._own_card, self._view = transport, own_card, view
+        self._links, self._neighbours, self._on_merge, self._rng = links, neighbours, on_merge, rng
+        self._wanted = Changes()
+        self._asking: set[NodeId] = set()
+        """Peers that a worker asks now or that wait for one."""
+        self._send_ask, self._receive_ask = trio.open_memory_channel[NodeId](PULLS_WAITING)
+        self._published = self._published_bytes = 0
+        self._accepted = self._stale = self._refused = 0
+        self._pulls = self._pulls_failed = 0
+        transport.serve(PULL_VIEW, self._answer_pull)
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._publish_often, name="publish")
+            nursery.start_soon(self._pull_often, name="pull now and then")
+            for _ in range(PULL_WORKERS):
+                nursery.start_soon(self._pull_as_asked, name="pull")
+            task_status.started()
+
+    def wake(self) -> None:
+        """The own card or the links have changed: say so soon."""
+        self._wanted.notify()
+
+    def ask(self, peer: NodeId) -> None:
+        """Pull from `peer` soon. Too many at once are dropped; the periodic pull makes up for it."""
+        if peer in self._asking:
+            return
+        try:
+            self._send_ask.send_nowait(peer)
+        except trio.WouldBlock:
+            return
+        self._asking.add(peer)
+
+    def receive(self, author: NodeId, payload: bytes) -> None:
+        """A gossip message, as the transport delivered it."""
+        try:
+            signed = decode(SignedAnnouncement, payload, MAX_GOSSIP_BYTES)
+            if signed.author != author:
+                raise ProtocolError(f"{author} published an announcement of {signed.author[:80]!r}", expected="its own")  # noqa: TRY301
+        except ProtocolError as error:
+            self._refuse(error)
+            return
+        self._take(signed)
+
+    async def publish(self) -> None:
+        """Announce this node as it is now."""
+        own = sign(self._own_card.next_version(), self._links()[:MAX_ANNOUNCED_LINKS], self._transport.sign)
+        same = own.says_the_same_as(self._view.own)
+        self._view.set_own(own)
+        self._on_merge(own, "refreshed" if same else "changed")
+        payload = encode(own.signed)
+        try:
+            await self._transport.publish(payload)
+        except MeshinferError as error:
+            log.warning("the announcement of this node was not sent: %s", error)
+            return
+        self._published += 1
+        self._published_bytes += len(payload)
+
+    def statistics(self) -> GossipStatistics:
+        return GossipStatistics(
+            self._published,
+            self._published_bytes,
+            self._accepted,
+            self._stale,
+            self._refused,
+            self._pulls,
+            self._pulls_failed,
+        )
+
+    # --- push -----------------------------------------------------------------------------------
+
+    async def _publish_often(self) -> None:
+        watch = self._wanted.watch()
+        credit, credited = float(BURST), trio.current_time()
+        while True:
+            with trio.move_on_after(PERIOD_SECONDS):
+                await watch.changed()
+            now = trio.current_time()
+            credit, credited = min(BURST, credit + (now - credited) / SUSTAINED_SECONDS), now
+            await trio.sleep(COALESCE_SECONDS if credit >= 1 else SUSTAINED_SECONDS)
+            watch = self._wanted.watch()  # what changed while this slept travels now
+            credit -= 1
+            await self.publish()
+
+    # --- pull -----------------------------------------------------------------------------------
+
+    async def _pull_often(self) -> None:
+        next_pull = trio.current_time() + PULL_PERIOD_SECONDS * self._rng.uniform(0.5, 1)
+        while True:
+            await trio.sleep(PERIOD_SECONDS)
+            now = trio.current_time()
+            neighbours = sorted(self._neighbours())
+            silent = [peer for peer in neighbours if self._view.age_seconds(peer, now) > 3 * PERIOD_SECONDS]
+            if silent:
+                self.ask(self._rng.choice(silent))
+            if neighbours and now >= next_pull:
+                next_pull = now + PULL_PERIOD_SECONDS
+                self.ask(self._rng.choice(neighbours))
+
+    async def _pull_as_asked(self) -> None:
+        async for peer in self._receive_ask:
+            try:
+                self._pulls += 1
+                await self._pull(peer)
+            except MeshinferError as error:
+                self._pulls_failed += 1
+                log.debug("pulling the view of %s: %s", peer, error)
+            finally:
+                self._asking.discard(peer)
+
+    async def _pull(self, peer: NodeId) -> None:
+        for _ in range(PULL_ROUNDS):
+            request = encode(PullView(self._view.known()))
+            answer = await self._transport.call(peer, PULL_VIEW, request, PULL_DEADLINE_SECONDS)
+            pulled = decode(ViewPulled, answer)
+            taken = 0
+            for signed in pulled.announcements:
+                taken += self._take(signed)
+                await trio.lowlevel.checkpoint()  # a signature takes 0.1 ms to check; 100 of them would hold up pings
+            if not pulled.more or not taken:
+                return
+
+    async def _answer_pull(self, _caller: NodeId, payload: bytes) -> bytes:
+        known = decode(PullView, payload).known
+        chosen: list[SignedAnnouncement] = []
+        size = 0
+        more = False
+        for heard in self._view.newer_than(known):
+            size += heard.size_bytes + OVERHEAD_BYTES
+            if size > ANSWER_BYTES and chosen:
+                more = True
+                break
+            chosen.append(heard.signed)
+        return encode(ViewPulled(tuple(chosen), more))
+
+    # --- both -----------------------------------------------------------------------------------
+
+    def _take(self, signed: SignedAnnouncement) -> bool:
+        """Check and merge; whether it told something newer."""
+        held = self._view.get(signed.author)
+        if held is not None and held.signed == signed:
+            self._stale += 1
+            return False
+        try:
+            heard = check(signed, self._transport.verify)
+        except ProtocolError as error:
+            self._refuse(error)
+            return False
+        result = self._view.merge(heard, trio.current_time())
+        if result == "outbid":
+            self._own_card.outbid(heard.card.incarnation)
+        if result == "stale":
+            self._stale += 1
+            return False
+        if result == "full":
+            self._refuse(f"{heard.author}: the view is full")
+            return False
+        self._accepted += 1
+        self._on_merge(heard, result)
+        return True
+
+    def _refuse(self, reason: object) -> None:
+        self._refused += 1
+        if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a flood must not flood the log
+            log.warning("refused an announcement (%d so far): %s", self._refused, reason)

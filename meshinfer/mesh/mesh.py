@@ -1,0 +1,377 @@
+"""The mesh as the rest of the agent sees it: who is here now, and how far away.
+
+This is the driver that ties the room together. Facts come in from the transport (connections, gossip),
+from the prober (pings) and from discovery (hints). Each goes to the one machine that decides about
+it, and the effects are performed here:
+
+    transport ──► events ──► membership ──► re-dial, links changed
+                     └─────► gossip ──► view ──► topology
+    prober ───► pings ─────► membership
+    discovery ► hints ─────► connector ──► transport.dial
+
+`topology()` is derived on demand and kept until something changes: the cards of everyone alive, and
+the links among them. `changes()` wakes its readers when it has changed in substance; a link that
+drifts by a few per cent wakes nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+import trio
+from trio import TaskStatus
+
+from meshinfer.base.ids import NodeId
+from meshinfer.mesh.address_book import AddressBook
+from meshinfer.mesh.announcement import Heard, sign
+from meshinfer.mesh.changes import Changes, Watch
+from meshinfer.mesh.connector import Connector, ConnectorStatistics
+from meshinfer.mesh.dial_plan import DialPlan
+from meshinfer.mesh.discovery import AnotherMesh, Discovery, Hint, Self
+from meshinfer.mesh.gossip import Gossip, GossipStatistics
+from meshinfer.mesh.membership import (
+    CardHeard,
+    Connected,
+    Disconnected,
+    Event,
+    Membership,
+    MemberState,
+    PingAnswered,
+    PingSent,
+    Redial,
+    RedialFailed,
+    StateChanged,
+    TimePassed,
+)
+from meshinfer.mesh.neighbours import Wanted, wanted
+from meshinfer.mesh.own_card import OwnCard
+from meshinfer.mesh.prober import Prober, ProberStatistics
+from meshinfer.mesh.view import MergeResult, View, ViewStatistics
+from meshinfer.topology.card import NodeCard
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.link import Link
+from meshinfer.transport.base import GossipReceived, PeerConnected, PeerDisconnected, Transport
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_SECONDS = 1.0
+"""How often time alone is looked at: lifetimes of announcements, doubts."""
+UPKEEP_SECONDS = 5.0
+"""How often own addresses are looked up and the address book is written."""
+CHANGES_APART_SECONDS = 0.05
+"""Two wake-ups of `changes()` are at least this far apart; what happens between travels in the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSettings:
+    """What an agent's settings mean to this room."""
+
+    home: Path
+    mesh_id: str
+    """Scopes discovery; not secret."""
+    seeds: tuple[str, ...] = ()
+    """`host:port` that a person gave: dialled until somebody is there."""
+    discovery: bool = True
+    """Announce and listen by multicast DNS."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReport:
+    """One other node, for people to see."""
+
+    node_id: NodeId
+    name: str
+    """As its card says; empty if we hold none."""
+    state: MemberState
+    cause: str
+    """Why it is in this state."""
+    since_seconds: float
+    """How long it has been; 0 for nodes that are not our neighbours."""
+    is_neighbour: bool
+    """We are, or lately were, connected to it; else we know it from what others say."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshStatistics:
+    members: dict[MemberState, int]
+    topology_changes: int
+    view: ViewStatistics
+    gossip: GossipStatistics
+    prober: ProberStatistics
+    connector: ConnectorStatistics
+
+
+class Mesh:
+    """This node among the others. Needs a transport that runs."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        own_card: OwnCard,
+        settings: MeshSettings,
+        rng: random.Random,
+        on_another_mesh: Callable[[AnotherMesh], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            transport: its events are read here and nowhere else.
+            own_card: written by whoever knows something of this node; announced here.
+            settings: see there.
+            rng: spreads retries, picks whom to ask.
+            on_another_mesh: called once for each other mesh that is heard on this network; logged if None.
+        """
+        self._transport, self._own_card, self._settings = transport, own_card, settings
+        self._own = transport.node_id
+        self._on_another_mesh = on_another_mesh or _log_another_mesh
+        self._membership = Membership()
+        self._membership_news = Changes()
+        self._view = View(sign(own_card.card, (), transport.sign))
+        self._prober = Prober(transport, self._on_ping)
+        self._gossip = Gossip(
+            transport,
+            own_card,
+            self._view,
+            links=self._own_links,
+            neighbours=lambda: self._membership.vouched() & transport.peers(),
+            on_merge=self._on_merge,
+            rng=rng,
+        )
+        self._book = AddressBook(settings.home / "address-book.json")
+        plan = DialPlan(self._own, transport.addresses, rng, settings.seeds)
+        self._connector = Connector(
+            transport, plan, wanted=self._wanted, on_unreachable=lambda node: self._tell(RedialFailed(node))
+        )
+        self._plan = plan
+        self._live: frozenset[NodeId] = frozenset((self._own,))
+        """As of the last look."""
+        self._topology = self._view.topology(self._live, own_card.card)
+        self._is_stale = False
+        """Something may have changed since `_topology` was made."""
+        self._substance_changed = False
+        """Something that `changes` should tell, since it last did."""
+        self._looks = Changes()
+        self._changes = Changes()
+
+    # --- what others ask ------------------------------------------------------------------------
+
+    @property
+    def node_id(self) -> NodeId:
+        return self._own
+
+    def topology(self) -> Topology:
+        """Everyone alive, with this node, and the links among them, as of now."""
+        if self._is_stale:
+            self._is_stale = False
+            self._look()
+            self._topology = self._view.topology(self._live, self._own_card.card)
+        return self._topology
+
+    def changes(self) -> Watch:
+        """A reader of topology changes: `await watch.changed()`, then look at `topology()`."""
+        return self._changes.watch()
+
+    def card_of(self, node: NodeId) -> NodeCard | None:
+        """The card of a living node; None for any other."""
+        return self.topology().by_id.get(node)
+
+    def members(self) -> tuple[MemberReport, ...]:
+        """All other nodes known here, sorted by id; the dead and the left for some minutes."""
+        now = trio.current_time()
+        reports: dict[NodeId, MemberReport] = {}
+        for node in self.topology().by_id:
+            if node != self._own:
+                reports[node] = MemberReport(node, self._name(node), "alive", "others reach it", 0.0, False)
+        for member in self._membership.members():
+            is_rumoured = member.node in reports and member.state == "dead"
+            if not is_rumoured:
+                reports[member.node] = MemberReport(
+                    member.node, self._name(member.node), member.state, member.cause, now - member.since, True
+                )
+        return tuple(reports[node] for node in sorted(reports))
+
+    def statistics(self) -> MeshStatistics:
+        return MeshStatistics(
+            members=dict(Counter(member.state for member in self.members())),
+            topology_changes=self._changes.count,
+            view=self._view.statistics(),
+            gossip=self._gossip.statistics(),
+            prober=self._prober.statistics(),
+            connector=self._connector.statistics(),
+        )
+
+    async def leave(self) -> None:
+        """Tell everyone that this node goes; call it before the transport is stopped."""
+        self._own_card.update(leaving=True)
+        await self._gossip.publish()
+
+    # --- what runs ------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Find the others and stay in touch, until cancelled."""
+        self._own_card.update(addresses=self._transport.addresses())
+        now = trio.current_time()
+        for node, addresses in self._book.entries().items():
+            self._plan.learn(node, addresses, now)
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._prober.run, name="prober")
+                await nursery.start(self._gossip.run, name="gossip")
+                await nursery.start(self._connector.run, name="connector")
+                await self._gossip.publish()  # so that whoever connects first pulls a card with addresses
+                nursery.start_soon(self._read_events, name="transport events")
+                nursery.start_soon(self._keep_membership, name="membership")
+                nursery.start_soon(self._follow_own_card, name="own card")
+                nursery.start_soon(self._tell_changes, name="topology changes")
+                nursery.start_soon(self._keep_house, name="lifetimes")
+                nursery.start_soon(self._keep_up, name="addresses")
+                if self._settings.discovery:
+                    myself = Self(
+                        self._own, self._settings.mesh_id, self._own_card.card.name, self._own_card.card.agent_version
+                    )
+                    discovery = Discovery(myself, self._transport.addresses, self._on_hint)
+                    nursery.start_soon(discovery.run, name="discovery")
+                task_status.started()
+        finally:
+            self._book.save()
+
+    async def _read_events(self) -> None:
+        async for event in self._transport.events:
+            match event:
+                case PeerConnected(peer):
+                    self._tell(Connected(peer))
+                    self._prober.start(peer)
+                    self._gossip.ask(peer)
+                    self._meet(peer)
+                    self._connector.look_again()
+                case PeerDisconnected(peer):
+                    self._prober.stop(peer)
+                    self._tell(Disconnected(peer))
+                    self._connector.look_again()
+                case GossipReceived(author, payload):
+                    self._gossip.receive(author, payload)
+                case _:
+                    assert_never(event)
+
+    async def _keep_membership(self) -> None:
+        watch = self._membership_news.watch()
+        while True:
+            wakeup = self._membership.next_wakeup()
+            with trio.move_on_at(wakeup if wakeup is not None else math.inf):
+                await watch.changed()
+                continue
+            self._tell(TimePassed())
+
+    async def _follow_own_card(self) -> None:
+        watch = self._own_card.changes.watch()
+        async for _ in watch:
+            self._gossip.wake()
+            self._note(substance=True)
+
+    async def _tell_changes(self) -> None:
+        async for _ in self._looks.watch():
+            self._look()
+            if self._substance_changed:
+                self._substance_changed = False
+                self._changes.notify()
+                await trio.sleep(CHANGES_APART_SECONDS)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await trio.sleep(HOUSEKEEPING_SECONDS)
+            self._view.expire(trio.current_time())
+            self._note()
+
+    async def _keep_up(self) -> None:
+        while True:
+            await trio.sleep(UPKEEP_SECONDS)
+            self._own_card.update(addresses=self._transport.addresses())
+            if not self._book.is_saved:
+                await trio.to_thread.run_sync(self._book.save)
+
+    # --- what is heard --------------------------------------------------------------------------
+
+    def _on_ping(self, event: PingSent | PingAnswered) -> None:
+        self._tell(event)
+        if isinstance(event, PingAnswered) and all(event.node != link.target for link in self._view.own.links):
+            self._gossip.wake()  # a new link is measured: others learn through it that this neighbour lives
+
+    def _on_merge(self, heard: Heard, result: MergeResult) -> None:
+        self._tell(CardHeard(heard.author, heard.card.incarnation, heard.card.leaving))
+        if result == "new" and heard.author in self._transport.peers():
+            self._meet(heard.author)
+        if result != "refreshed":
+            self._plan.learn(heard.author, heard.card.addresses, trio.current_time())
+            self._connector.look_again()
+            # The same again is no news: what differs (load, ages) is shown from the next housekeeping on.
+            self._note(substance=True)
+
+    def _on_hint(self, hint: Hint) -> None:
+        if isinstance(hint, AnotherMesh):
+            self._on_another_mesh(hint)
+        else:
+            self._plan.learn(hint.node_id, hint.addresses, trio.current_time(), fresh=True)
+            self._connector.look_again()
+
+    def _tell(self, event: Event) -> None:
+        """Hand `event` to the membership machine, and perform what it says."""
+        before = self._membership.next_wakeup()
+        for effect in self._membership.handle(event, trio.current_time()):
+            match effect:
+                case StateChanged(node, old, new, cause):
+                    log.info("%s (%s): %s → %s: %s", node, self._name(node), old or "unknown", new, cause)
+                    if new in ("dead", "left"):
+                        self._prober.forget(node)
+                    self._gossip.wake()
+                    self._connector.look_again()
+                    self._note()
+                case Redial(node):
+                    self._connector.redial(node)
+        if self._membership.next_wakeup() != before:
+            self._membership_news.notify()
+
+    def _meet(self, peer: NodeId) -> None:
+        """It is connected: what is known of it says where to find it again, and which start of it this is."""
+        heard = self._view.get(peer)
+        if heard is not None:
+            self._book.remember(peer, heard.card.addresses)
+            self._tell(CardHeard(peer, heard.card.incarnation, heard.card.leaving))
+
+    # --- what is derived ------------------------------------------------------------------------
+
+    def _note(self, *, substance: bool = False) -> None:
+        """Something changed that the topology is made of."""
+        self._is_stale = True
+        self._substance_changed |= substance
+        self._looks.notify()
+
+    def _look(self) -> None:
+        """See who is alive now."""
+        live = self._view.live(self._membership.vouched(), self._membership.dead(), trio.current_time())
+        if live != self._live:
+            self._live = live
+            self._substance_changed = True
+            self._connector.look_again()
+
+    def _own_links(self) -> tuple[Link, ...]:
+        return self._prober.links(self._own, self._membership.vouched(), trio.current_time())
+
+    def _wanted(self) -> Wanted:
+        # Everyone with a card counts as here, though the links that prove it may still be on their way: else a
+        # node that joins thirty others would take them for strangers, and dial them all.
+        present = self._view.nodes() - self._membership.dead().keys()
+        return wanted(self._own, present, self._plan.nodes(), self._plan.failing(trio.current_time()))
+
+    def _name(self, node: NodeId) -> str:
+        heard = self._view.get(node)
+        return heard.card.name if heard else ""
+
+
+def _log_another_mesh(other: AnotherMesh) -> None:
+    log.warning("%s", other.message)

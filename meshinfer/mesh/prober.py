@@ -1,0 +1,168 @@
+"""How far away are the neighbours, and do they answer: one small ping to each, every half second.
+
+Smoothing is that of RFC 6298, on which the internet's timers rest: `srtt += (rtt − srtt)/8`, and the
+mean deviation with a quarter. Pings overlap: each waits two seconds for its answer while the next
+are sent, so an answer that comes late still counts as a sign of life, and three pings without one
+are known after a second and a half.
+
+Time is `trio.current_time()`: `perf_counter` plus a constant, so it resolves nanoseconds, never goes
+back, and runs on virtual time in a simulation. It is read before the request is handed to the
+transport and after the answer has come out of it: what a control message really takes.
+
+What is announced of a link is steadied: a figure stands until the estimate has left it by a fifth.
+So an idle mesh repeats itself word for word, and topologies keep their digest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import trio
+from trio import TaskStatus
+
+from meshinfer.base.errors import MeshinferError
+from meshinfer.base.ids import NodeId
+from meshinfer.mesh.membership import PingAnswered, PingSent
+from meshinfer.topology.link import Link
+from meshinfer.transport.base import Transport
+from meshinfer.wire.messages import PING
+
+PING_INTERVAL_SECONDS = 0.5
+"""Halving it doubles probe traffic and finds silence a quarter second sooner."""
+PING_DEADLINE_SECONDS = 2.0
+"""At most four pings to a neighbour are under way."""
+LOSS_WINDOW = 40
+"""Pings that `loss` looks back on: 20 s."""
+STEADY_SHARE = 0.2
+MAX_RTT_SECONDS = 3600.0
+
+
+class LinkEstimate:
+    """Running estimate of one link. Pure: it is told what was measured, and when."""
+
+    def __init__(self) -> None:
+        self.rtt_seconds = 0.0
+        self.jitter_seconds = 0.0
+        self.measured_at: float | None = None
+        """When the last answer came; None before the first."""
+        self._outcomes: deque[bool] = deque(maxlen=LOSS_WINDOW)
+        self._said = (0.0, 0.0)
+
+    @property
+    def loss(self) -> float:
+        """Share of the last pings that had no answer in time."""
+        return self._outcomes.count(False) / len(self._outcomes) if self._outcomes else 0.0
+
+    def answered(self, rtt_seconds: float, now: float) -> None:
+        if self.measured_at is None:
+            self.rtt_seconds, self.jitter_seconds = rtt_seconds, rtt_seconds / 2
+        else:
+            self.jitter_seconds += (abs(self.rtt_seconds - rtt_seconds) - self.jitter_seconds) / 4
+            self.rtt_seconds += (rtt_seconds - self.rtt_seconds) / 8
+        self.measured_at = now
+        self._outcomes.append(True)
+
+    def lost(self) -> None:
+        self._outcomes.append(False)
+
+    def link(self, source: NodeId, target: NodeId, now: float) -> Link | None:
+        """What to announce; None before the first answer."""
+        if self.measured_at is None:
+            return None
+        said_rtt, said_jitter = self._said
+        if abs(self.rtt_seconds - said_rtt) > STEADY_SHARE * said_rtt:
+            self._said = said_rtt, said_jitter = self.rtt_seconds, self.jitter_seconds
+        return Link(
+            source,
+            target,
+            rtt_seconds=min(said_rtt, MAX_RTT_SECONDS),
+            jitter_seconds=min(said_jitter, MAX_RTT_SECONDS),
+            loss=round(self.loss, 2),
+            age_seconds=round(max(0.0, now - self.measured_at), 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProberStatistics:
+    probed: int
+    """Neighbours that are pinged now."""
+    pings_sent: int
+    pings_answered: int
+
+
+class Prober:
+    """Pings every neighbour that it was told to, and remembers how far each is."""
+
+    def __init__(self, transport: Transport, on_event: Callable[[PingSent | PingAnswered], None]) -> None:
+        self._transport = transport
+        self._on_event = on_event
+        self._nursery: trio.Nursery | None = None
+        self._probing: dict[NodeId, trio.CancelScope] = {}
+        """All and only neighbours that are pinged now."""
+        self._estimates: dict[NodeId, LinkEstimate] = {}
+        """Of those and of members whose connection is being replaced: a re-dial does not make a link unknown."""
+        self._sent = self._answered = 0
+        transport.serve(PING, _echo)
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            await trio.sleep_forever()
+
+    def start(self, peer: NodeId) -> None:
+        """Ping `peer` now and then; only while `run` runs."""
+        assert self._nursery is not None
+        if peer not in self._probing:
+            scope = self._probing[peer] = trio.CancelScope()
+            self._nursery.start_soon(self._probe, peer, scope, name=f"probe {peer}")
+
+    def stop(self, peer: NodeId) -> None:
+        """Its connection is gone."""
+        scope = self._probing.pop(peer, None)
+        if scope is not None:
+            scope.cancel()
+
+    def forget(self, peer: NodeId) -> None:
+        """It is a member no more: what was measured means nothing now."""
+        self._estimates.pop(peer, None)
+
+    def links(self, source: NodeId, targets: Iterable[NodeId], now: float) -> tuple[Link, ...]:
+        """What to announce of the links to `targets`, as far as they are measured; sorted by target."""
+        estimates = ((target, self._estimates.get(target)) for target in sorted(targets))
+        links = (estimate.link(source, target, now) for target, estimate in estimates if estimate)
+        return tuple(link for link in links if link is not None)
+
+    def statistics(self) -> ProberStatistics:
+        return ProberStatistics(len(self._probing), self._sent, self._answered)
+
+    async def _probe(self, peer: NodeId, scope: trio.CancelScope) -> None:
+        count = 0
+        with scope:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    count += 1
+                    nursery.start_soon(self._ping, peer, count.to_bytes(8, "big"))
+                    await trio.sleep(PING_INTERVAL_SECONDS)
+
+    async def _ping(self, peer: NodeId, payload: bytes) -> None:
+        sent = trio.current_time()
+        self._sent += 1
+        self._on_event(PingSent(peer))
+        try:
+            answer = await self._transport.call(peer, PING, payload, PING_DEADLINE_SECONDS)
+        except MeshinferError:
+            answer = b""  # lost, late, or refused: in each case no answer to this ping
+        now = trio.current_time()
+        estimate = self._estimates.setdefault(peer, LinkEstimate())
+        if answer != payload:
+            estimate.lost()
+            return
+        self._answered += 1
+        estimate.answered(now - sent, now)
+        self._on_event(PingAnswered(peer))
+
+
+async def _echo(_caller: NodeId, payload: bytes) -> bytes:
+    return payload[:64]
