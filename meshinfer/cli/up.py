@@ -242,6 +242,9 @@ def _log_to_stderr(verbose: int) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.DEBUG if verbose > 1 else logging.ERROR, handlers=[handler])
     logging.getLogger("meshinfer").setLevel(logging.DEBUG if verbose else logging.INFO)
+    if not verbose:
+        # Each request, and where it listens, which we say ourselves.
+        logging.getLogger("meshinfer.http").setLevel(logging.WARNING)
 
 
 def _show_started(started: Started, *, as_json: bool) -> None:
