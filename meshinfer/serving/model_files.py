@@ -67,7 +67,10 @@ class ModelFiles:
         log.info("fetching %s from a peer", model_id)
 
         def shown(moment: Progress) -> None:
-            progress(moment.done_bytes, moment.total_bytes)
+            if trio.lowlevel.in_trio_task():
+                progress(moment.done_bytes, moment.total_bytes)
+            else:  # files are verified and described in worker threads
+                trio.from_thread.run_sync(progress, moment.done_bytes, moment.total_bytes)
 
         async with self._fetching.setdefault(model_id, trio.Lock()):
             await fetch_from_peer(info, self._reader(model_id), self._store, Watch(progress=shown))
