@@ -66,23 +66,38 @@ class CatalogueEntry:
     held: bool
     """Whole and verified on this node; else it can be pulled."""
     size_bytes: int
+    """About, where it is not held; 0 where it is not known."""
     about: str
+    partial_bytes: int = 0
+    """On disk of a pull that runs or was broken off; pulling again goes on, `rm` frees them."""
 
 
 def catalogue(store: ModelStore) -> tuple[CatalogueEntry, ...]:
-    """The models of this node, then those that it could pull, smallest first."""
-    held = {model.model_id: model for model in store.held()}
+    """The models of this node, then those half here, then others that it could pull, smallest first."""
+    held, partial = {model.model_id: model for model in store.held()}, store.unfinished()
     here: list[CatalogueEntry] = []
     for model_id, model in held.items():
         known = _BY_NAME.get(model_id.casefold())
         alias, about = (known.alias, known.about) if known else ("", _origin(store, model_id))
         here.append(CatalogueEntry(model_id, alias, held=True, size_bytes=model.file_bytes, about=about))
     could = [
-        CatalogueEntry(known.model_id, known.alias, held=False, size_bytes=known.size_bytes, about=known.about)
+        CatalogueEntry(
+            known.model_id,
+            known.alias,
+            held=False,
+            size_bytes=known.size_bytes,
+            about=known.about,
+            partial_bytes=partial.pop(known.model_id, 0),
+        )
         for known in KNOWN
         if known.model_id not in held
     ]
-    return (*here, *could)
+    others = [
+        CatalogueEntry(model_id, "", held=False, size_bytes=0, about="half pulled", partial_bytes=partial_bytes)
+        for model_id, partial_bytes in partial.items()
+        if model_id not in held
+    ]
+    return (*here, *others, *could)
 
 
 def resolve(text: str, store: ModelStore | None = None) -> ModelId:

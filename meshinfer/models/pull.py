@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meshinfer.base.errors import BadInput
+from meshinfer.base.errors import BadInput, CorruptModel
 from meshinfer.base.ids import ModelId, parse_model_id
 from meshinfer.models.catalogue import SMOLLM2_ID, resolve
 from meshinfer.models.engine_jobs import Describe, describe
@@ -53,8 +53,13 @@ def pull(
             store.verify(source.model_id)
             _require_same(source, held)
             return held.info
-        promised = source.fill(staging, watch)
-        return store.publish(staging, promised, describe, watch)
+        try:
+            promised = source.fill(staging, watch)
+            return store.publish(staging, promised, describe, watch)
+        except (BadInput, CorruptModel):
+            if isinstance(source, DirectorySource | GgufSource):
+                staging.discard()  # what was linked or converted here is cheap to have again, and dear to forget about
+            raise
 
 
 def source_for(

@@ -1,7 +1,7 @@
 """The models that this node holds.
 
     HOME/models/owner--name/              a model: an mlx-lm directory and its manifest, `meshinfer.json`
-    HOME/models/.partial/owner--name/     one that is being made: `files/`, `scratch/`, `source`
+    HOME/models/.partial/owner--name/     one that is being made: `files/`, `scratch/`, and `source`, a note
     HOME/models/.locks/owner--name.lock   held by the one process that makes or removes it
 
 A model is made in `.partial`, where nobody looks; verified; written through to the disk; then
@@ -43,6 +43,8 @@ PULL_WAIT_SECONDS = 3600.0
 """How long a pull waits for another pull of the same model; then it usually finds the model made."""
 REMOVE_WAIT_SECONDS = 10.0
 _LOCK_LOOK_SECONDS = 0.5
+_NOTE = "source"
+"""In a partial model's directory: its id, a line feed, its source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +66,21 @@ class Staging:
 
     @property
     def source(self) -> str:
-        return (self.root / "source").read_text(encoding="utf-8")
+        """What `begin` was told; empty before that."""
+        return _read_note(self.root)[1]
 
     def begin(self, source: str) -> None:
         """Go on with what an earlier attempt left, if it was from the same source; else start empty."""
-        note = self.root / "source"
-        if not (note.is_file() and note.read_text(encoding="utf-8") == source):
-            shutil.rmtree(self.root, ignore_errors=True)
+        if _read_note(self.root) != (self.model_id, source):
+            self.discard()
             self.root.mkdir(parents=True)
-            note.write_text(source, encoding="utf-8")
+            (self.root / _NOTE).write_text(f"{self.model_id}\n{source}", encoding="utf-8")
         self.files.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
+
+    def discard(self) -> None:
+        """Nothing of it will be of use to a further attempt."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 class ModelStore:
@@ -102,6 +108,15 @@ class ModelStore:
             if directory_name(card.model_id) == path.parent.name:
                 found.append(HeldModel(card.model_id, card.digest, manifest.size_bytes))
         return tuple(sorted(found, key=lambda model: model.model_id))
+
+    def unfinished(self) -> dict[ModelId, int]:
+        """Bytes on disk of models that are being made, or whose making was broken off."""
+        found: dict[ModelId, int] = {}
+        for root in sorted((self.root / ".partial").glob("*")):
+            name, _ = _read_note(root)
+            if name and directory_name(ModelId(name)) == root.name:
+                found[ModelId(name)] = _bytes_below(root)
+        return found
 
     def manifest(self, model_id: ModelId) -> Manifest | None:
         """All that is known of a held model; None if it is not here.
@@ -236,7 +251,7 @@ class ModelStore:
         (staging.files / MANIFEST).write_bytes(encode_manifest(manifest))
         watch(f"storing {model_id}", manifest.size_bytes, manifest.size_bytes)
         publish_directory(staging.files, destination)
-        shutil.rmtree(staging.root, ignore_errors=True)
+        staging.discard()
         return info
 
     def remove(self, model_id: ModelId, in_use: bool = False) -> None:
@@ -312,6 +327,25 @@ class ModelStore:
             yield
         finally:
             lock.release()
+
+
+def _read_note(root: Path) -> tuple[str, str]:
+    """Model id and source of a partial model; empty if there is none."""
+    try:
+        model_id, _, source = (root / _NOTE).read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return "", ""
+    return model_id, source
+
+
+def _bytes_below(root: Path) -> int:
+    total = 0
+    for path in root.rglob("*"):
+        try:
+            total += path.lstat().st_size
+        except FileNotFoundError:
+            continue  # its pull goes on meanwhile
+    return total
 
 
 def _damaged(model_id: ModelId, what: str, expected: str) -> CorruptModel:

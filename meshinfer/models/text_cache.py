@@ -23,7 +23,7 @@ from meshinfer.models.filenames import TOKENIZER
 from meshinfer.models.manifest import check_info, text_files
 from meshinfer.models.progress import Watch
 from meshinfer.models.sources.peer import ReadChunk, fetch_files
-from meshinfer.wire.messages import ModelInfo
+from meshinfer.wire.messages import ModelFile, ModelInfo
 
 
 class TextCache:
@@ -51,9 +51,9 @@ class TextCache:
         model_id = info.card.model_id
         check_info(info, model_id)
         place = self._place(model_id, info.card.digest)
-        if found := self.find(model_id, info.card.digest):
-            return found
         files = text_files(info)
+        if _is_whole(place, files):
+            return place
         with disk_errors(self.root):
             self._partial.mkdir(parents=True, exist_ok=True)
             require_free(self.root, sum(file.size_bytes for file in files), f"fetching the tokenizer of {model_id}")
@@ -63,11 +63,11 @@ class TextCache:
                 made.mkdir()
                 await fetch_files(info, files, made, scratch, read_chunk, watch or Watch())
                 async with self._publishing:
-                    await trio.to_thread.run_sync(self._publish, made, place)
+                    await trio.to_thread.run_sync(self._publish, made, place, files)
         return place
 
-    def _publish(self, made: Path, place: Path) -> None:
-        if (place / TOKENIZER).is_file():
+    def _publish(self, made: Path, place: Path, files: tuple[ModelFile, ...]) -> None:
+        if _is_whole(place, files):
             return  # another fetch was first
         shutil.rmtree(place, ignore_errors=True)
         publish_directory(made, place)
@@ -78,3 +78,8 @@ class TextCache:
     def _place(self, model_id: ModelId, digest: str) -> Path:
         # The digest is a peer's word: hashed again, it is a file name whatever it says.
         return self.root / f"{directory_name(model_id)}@{digest_hex(digest.encode(), length_bytes=8)}"
+
+
+def _is_whole(place: Path, files: tuple[ModelFile, ...]) -> bool:
+    """Every file is there with its size: digests were checked before it was published."""
+    return all((path := place / file.name).is_file() and path.stat().st_size == file.size_bytes for file in files)

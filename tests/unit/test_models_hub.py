@@ -209,6 +209,7 @@ def test_remote_code_is_refused_before_the_weights_are_fetched(tmp_path: Path, h
     assert outcome["code"] == "bad_input"
     assert "auto_map" in outcome["text"]
     assert {name for method, name, _ in hub.served if method == "GET"} == {"config.json"}
+    assert store(tmp_path).unfinished() == {}
 
 
 def test_pickles_only_is_refused_by_the_listing(tmp_path: Path, hub: type[Hub]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from meshinfer.base.errors import CorruptModel, DeadlineExceeded, PeerLost, ProtocolError, UnknownModel
+from meshinfer.base.errors import CorruptModel, DeadlineExceeded, PeerLost, ProtocolError, Refused, UnknownModel
 from meshinfer.base.ids import ModelId
 from meshinfer.models.progress import Progress, Stopped, Watch
 from meshinfer.models.pull import pull
@@ -85,6 +85,14 @@ async def test_fetching_what_is_here_asks_for_nothing(there: ModelStore, here: M
     wire = Wire(there)
     assert await fetch(there, here, wire) == told(there)
     assert wire.requests == []
+
+
+async def test_another_version_of_a_model_that_is_here_is_not_mixed_in(
+    there: ModelStore, here: ModelStore, tmp_path: Path
+) -> None:
+    pull(str(write_tiny_model(tmp_path / "other")), here, lambda _: None, TINY, describe=describe_tiny)
+    with pytest.raises(Refused, match=r"is here with digest.*models rm owner/tiny"):
+        await fetch(there, here, Wire(there))
 
 
 async def test_a_stopped_fetch_goes_on_from_where_it_was(there: ModelStore, here: ModelStore) -> None:
@@ -240,6 +248,9 @@ async def test_an_origin_fetches_the_text_files_and_no_weights(there: ModelStore
     asked = len(wire.requests)
     assert await cache.fetch(info, wire) == directory
     assert len(wire.requests) == asked
+    (directory / "tokenizer.json").write_text("")
+    await cache.fetch(info, wire)
+    assert (directory / "tokenizer.json").read_bytes() == (there.path(TINY) / "tokenizer.json").read_bytes()
 
 
 async def test_two_text_fetches_at_once_end_with_one_directory(there: ModelStore, tmp_path: Path) -> None:

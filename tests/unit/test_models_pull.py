@@ -70,6 +70,20 @@ def test_the_catalogue_shows_what_is_here_first(store: ModelStore, tmp_path: Pat
     assert {entry.model_id for entry in others} == {known.model_id for known in KNOWN[1:]}
 
 
+def test_the_catalogue_shows_what_is_half_here(store: ModelStore, tmp_path: Path) -> None:
+    for model_id in ("a/b", KNOWN[1].model_id):
+        with store.making(model_id, Watch()) as staging:
+            staging.begin("test")
+            (staging.scratch / "x.part").write_bytes(bytes(CHUNK_BYTES))
+    entries = {entry.model_id: entry for entry in catalogue(store)}
+    assert not entries["a/b"].held
+    assert entries["a/b"].partial_bytes >= CHUNK_BYTES
+    assert entries[KNOWN[1].model_id].partial_bytes >= CHUNK_BYTES
+    assert entries[KNOWN[2].model_id].partial_bytes == 0
+    store.remove("a/b")
+    assert set(store.unfinished()) == {KNOWN[1].model_id}
+
+
 def test_callers_from_the_network_name_no_paths(store: ModelStore, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "tiny")
     for path in (str(directory), "~/models/x", "../x", "/etc/x.gguf", "x.gguf"):
@@ -166,6 +180,7 @@ def test_what_the_engine_refuses_is_not_listed(store: ModelStore, tmp_path: Path
     with pytest.raises(BadInput, match="no layers"):
         pull(str(write_tiny_model(tmp_path / "tiny")), store, unseen, "a/b", describe=refuse)
     assert store.held() == ()
+    assert store.unfinished() == {}, "and nothing is left behind"
 
 
 # --- the disk -------------------------------------------------------------------------------------

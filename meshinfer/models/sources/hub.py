@@ -105,7 +105,11 @@ class HubSource:
         staging.begin(f"hub {self.repository}@{revision}")
         with _hub_errors(self.repository):
             self._fetch(revision, [file for file in files if file.name == CONFIG], staging, watch)
-            check_config(read_json(staging.files / CONFIG), where=self.repository)
+            try:
+                check_config(read_json(staging.files / CONFIG), where=self.repository)
+            except BadInput:
+                staging.discard()
+                raise
             self._fetch(revision, files, staging, watch)
         return {file.name: file.sha256 for file in files if file.sha256}
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import trio
 
-from meshinfer.base.errors import CorruptModel, DeadlineExceeded, MeshinferError, PeerLost, ProtocolError
+from meshinfer.base.errors import CorruptModel, DeadlineExceeded, MeshinferError, PeerLost, ProtocolError, Refused
 from meshinfer.base.ids import ModelId
 from meshinfer.models.digests import sha256_of
 from meshinfer.models.disk import require_free
@@ -54,6 +54,7 @@ async def fetch_from_peer(
 
     Raises:
         ProtocolError: what the peer says of the model cannot be.
+        Refused: the model is here in another version.
         CorruptModel: a file is not what was announced, twice.
         PeerLost: the peer does not answer; DeadlineExceeded: too slowly; NoRoom: no space for it.
     """
@@ -75,6 +76,12 @@ async def fetch_from_peer(
 
     async with _making(store, model_id, patient) as staging:
         if held := store.info(model_id):
+            if held.card.digest != info.card.digest:
+                raise Refused(
+                    f"{model_id} is here with digest {held.card.digest[:16]}…",
+                    expected=f"{info.card.digest[:16]}…, the peer's",
+                    do=f"`meshinfer models rm {model_id}` on one of the two nodes, so that they agree",
+                )
             return held
         staging.begin(f"peer {model_id} {info.card.digest}")
         require_free(staging.root, _missing_bytes(info.files, staging), f"fetching {model_id}")
