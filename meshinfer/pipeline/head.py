@@ -178,9 +178,11 @@ class Head:
     def _end(self, numbers: list[int]) -> None:
         """Sessions that the last stage does not know to have ended."""
         self._batcher.remove(numbers)
+        untold = {start.number for start in self._started}
+        self._started = [start for start in self._started if start.number not in numbers]
+        self._ended += [number for number in numbers if number not in untold]
         for number in numbers:
             del self._running[number]
-        self._ended += numbers
 
     # --- steps ----------------------------------------------------------------------------------
 

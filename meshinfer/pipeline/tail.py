@@ -64,9 +64,9 @@ class Tail:
         Raises:
             ProtocolError: the step speaks of sessions that are not here.
         """
-        self._begin(control.started)
         for number in control.ended:
             self._sessions.pop(number, None)
+        self._begin(control.started)
         rows = [self._row(number) for number, _, _ in control.rows]
         for row, ids, (_, _, count) in zip(rows, token_ids, control.rows, strict=True):
             if row.remembers:
