@@ -46,10 +46,12 @@ class Answer:
     first_at: float = 0.0
     last_at: float = 0.0
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, finish_reason: str) -> None:
+        """More text, or the end: the stop token brings none, but takes a step and is counted."""
         self.last_at = time.monotonic()
         self.first_at = self.first_at or self.last_at
         self.text += text
+        self.finish_reason = finish_reason or self.finish_reason
 
     @property
     def ttft_seconds(self) -> float:
@@ -224,12 +226,12 @@ def _take(chunk: Any, answer: Answer) -> str:
     """Enter one chunk into the answer; the text that it brought."""
     if usage := chunk.get("usage"):
         answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-    text = ""
+    text = finish_reason = ""
     for choice in chunk.get("choices", []):
         text += choice.get("delta", {}).get("content") or ""
-        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-    if text:
-        answer.add(text)
+        finish_reason = choice.get("finish_reason") or ""
+    if text or finish_reason:
+        answer.add(text, finish_reason)
     return text
 
 

@@ -1,0 +1,137 @@
+"""`meshinfer up` and the commands that ask it, as processes: what a newcomer types, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from agents import STOP_SECONDS, RunningAgent, agent, meshinfer
+
+MODEL = "smollm2-135m"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, model_store: Path) -> Iterator[RunningAgent]:
+    """One agent that holds the small model."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "models").symlink_to(model_store)
+    options = ["--name", "anna", "--no-discovery", "--memory", "2GiB", "--context", "512", "--concurrency", "1"]
+    with agent(home, *options) as started:
+        yield started
+
+
+def test_it_says_where_it_answers_and_keeps_the_code_to_itself(running: RunningAgent):
+    assert httpx.get(f"{running.url}/healthz", timeout=10).status_code == 200
+    code = json.loads(meshinfer("invite", "--json", home=running.home).stdout)["join_code"]
+    assert code not in json.dumps(running.started) + running.log()
+
+
+def test_status_shows_this_node(running: RunningAgent):
+    result = meshinfer("status", "--api", running.url)
+
+    assert result.returncode == 0, result.stderr
+    assert "anna" in result.stdout
+
+
+def test_a_question_is_answered_and_the_model_stays_loaded(running: RunningAgent):
+    asked = ["chat", MODEL, "What is the capital of France?", "--temperature", "0", "--json", "--api", running.url]
+
+    answer = json.loads(meshinfer(*asked).stdout)
+
+    assert "Paris" in answer["text"]
+    assert answer["finish_reason"] == "stop"
+    seats = json.loads(meshinfer("status", "--json", "--api", running.url).stdout)["instances"][0]["seats"]
+    assert [(seat["start"], seat["end"], seat["state"]) for seat in seats] == [(0, 30, "ready")]
+
+
+def test_a_served_model_is_not_removed(running: RunningAgent):
+    meshinfer("chat", MODEL, "Hello", "--max-tokens", "1", "--api", running.url)
+
+    result = meshinfer("models", "rm", MODEL, "--api", running.url, home=running.home)
+
+    assert result.returncode == 1
+    assert "in use" in result.stderr
+
+
+def test_a_plan_says_what_a_model_needs(running: RunningAgent):
+    result = meshinfer("plan", MODEL, "--context", "512", "--concurrency", "1", "--json", "--api", running.url)
+
+    (choice, *_) = json.loads(result.stdout)["previews"]
+    assert choice["error"] is None or "free" in choice["error"]
+
+
+def test_what_does_not_fit_is_refused_with_numbers(running: RunningAgent):
+    result = meshinfer("plan", MODEL, "--context", "2048", "--concurrency", "1000", "--api", running.url)
+
+    assert result.returncode == 1
+    assert "GiB" in result.stdout
+
+
+@pytest.mark.parametrize("model", ["no-such-model", "nobody/has-this"])
+def test_an_unknown_model_is_said_at_once(running: RunningAgent, model: str):
+    result = meshinfer("chat", model, "Hello", "--api", running.url)
+
+    assert result.returncode == 1
+    assert model in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_second_agent_in_one_home_is_refused_and_the_first_lives(running: RunningAgent):
+    second = meshinfer("up", "--api-port", "0", home=running.home)
+
+    assert second.returncode == 1
+    assert str(running.process.pid) in second.stderr
+    assert "Traceback" not in second.stderr
+    assert httpx.get(f"{running.url}/healthz", timeout=10).status_code == 200
+
+
+def test_a_port_in_use_is_named_and_nothing_is_left_behind(running: RunningAgent, tmp_path: Path):
+    port = str(urlsplit(running.url).port)
+
+    result = meshinfer("up", "--no-discovery", "--api-port", port, home=tmp_path / "other")
+
+    assert result.returncode == 1
+    assert port in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "other" / "agent.pid").exists()
+
+
+def test_an_open_api_without_a_key_is_refused(tmp_path: Path):
+    result = meshinfer("up", "--no-discovery", "--api-host", "0.0.0.0", "--api-port", "0", home=tmp_path)
+
+    assert result.returncode == 1
+    assert "key" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ending_it_is_quick_and_leaves_nothing(tmp_path: Path, how: signal.Signals):
+    with agent(tmp_path, "--no-discovery") as ending:
+        ending.process.send_signal(how)
+
+        assert ending.process.wait(STOP_SECONDS) == 0
+        assert "Traceback" not in ending.log()
+        assert not (tmp_path / "agent.pid").exists()
+
+
+def test_the_code_of_one_lets_the_other_in(tmp_path: Path):
+    """The README's quickstart, on one machine."""
+    with agent(tmp_path / "first", "--name", "anna", "--loopback") as first:
+        assert first.started["key_source"] == "made"
+        code = json.loads(meshinfer("invite", "--json", home=first.home).stdout)["join_code"]
+        joined = meshinfer("join", code, home=tmp_path / "second")
+        assert joined.returncode == 0, joined.stderr
+
+        with agent(tmp_path / "second", "--name", "ben", "--loopback") as second:
+            deadline = time.monotonic() + 30
+            names: set[str] = set()
+            while names != {"anna", "ben"} and time.monotonic() < deadline:
+                nodes = json.loads(meshinfer("status", "--json", "--api", second.url).stdout)["topology"]["nodes"]
+                names = {node["name"] for node in nodes.values()}
+            assert names == {"anna", "ben"}
