@@ -56,8 +56,10 @@ def instances(topology: Topology) -> tuple[Instance, ...]:
     for card in topology.nodes:
         held = {placement.placement_id: placement for placement in card.placements}
         for seat in card.seats:
-            if seat.placement_id in held:
-                placements[(seat.instance_id, seat.epoch)][seat.placement_id] = held[seat.placement_id]
+            placement = held.get(seat.placement_id)
+            # A card speaks for its own seats only, of placements that are whole: one node's mistake hides no instance.
+            if placement and _holds(card.node_id, seat, placement):
+                placements[(seat.instance_id, seat.epoch)][seat.placement_id] = placement
     newest: dict[InstanceId, int] = {}
     for instance_id, epoch in placements:
         newest[instance_id] = max(epoch, newest.get(instance_id, 0))
@@ -66,6 +68,11 @@ def instances(topology: Topology) -> tuple[Instance, ...]:
         rivals = placements[(instance_id, epoch)]
         found.append(_derive(topology, instance_id, epoch, rivals[min(rivals)]))
     return tuple(found)
+
+
+def _holds(node_id: NodeId, report: SeatReport, placement: Placement) -> bool:
+    index = report.seat_index
+    return index < len(placement.seats) and placement.seats[index].node_id == node_id and placement.is_whole
 
 
 def _derive(topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement) -> Instance:

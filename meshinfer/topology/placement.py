@@ -73,6 +73,15 @@ class Placement:
         """Its nodes, each once, in pipeline order."""
         return tuple(dict.fromkeys(seat.node_id for seat in self.seats))
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether `validate` finds nothing."""
+        try:
+            self.validate()
+        except BadInput:
+            return False
+        return True
+
     def validate(self) -> None:
         """Check that every layer is held exactly once, in order, by stages whose ranks are whole.
 

@@ -70,7 +70,7 @@ def _few(low, high):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_goes_in_comes_out(kind):
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(value_of(kind))
     def check(value):
         data = encode(value)
@@ -85,7 +85,7 @@ def test_what_goes_in_comes_out(kind):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_cut_or_changed_bytes_are_a_protocol_error_or_another_valid_value(kind):
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(value_of(kind), st.data())
     def check(value, data):
         whole = encode(value)
@@ -130,7 +130,7 @@ def test_garbage_on_a_pipe_is_a_protocol_error(registry, data):
     ],
 )
 def test_every_kind_of_a_pipe_travels_by_its_name(registry, union):
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.one_of(*(value_of(kind) for kind in get_args(union))))
     def check(message):
         back = registry.decode(registry.encode(message), max_bytes=1 << 24)

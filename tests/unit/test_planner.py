@@ -66,7 +66,7 @@ def test_the_choice_is_what_brute_force_finds(topology, card, workload):
         assert (len(chosen.memory), round(chosen.predicted_hop_seconds * 1e9)) == best
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(topologies(most=6), models(most_layers=8), workloads)
 def test_brute_force_agrees_on_six_nodes(topology, card, workload):
     preview = plan(topology, card, workload, ANYTHING)
