@@ -27,7 +27,9 @@ class MeshinferError(Exception):
     def __str__(self) -> str:
         expected = f"; expected {self.expected}" if self.expected else ""
         advice = f". {self.do[:1].upper()}{self.do[1:]}." if self.do else ""
-        return f"{self.what}{expected}{advice}"
+        # A text that is a sentence already (a planner's explanation) is not ended twice.
+        what = self.what.removesuffix(".") if expected or advice else self.what
+        return f"{what}{expected}{advice}"
 
 
 class BadInput(MeshinferError):

@@ -142,6 +142,9 @@ def _talk(dials: Dials, messages: list[Message]) -> None:
         except EOFError:
             err.print()
             return
+        except KeyboardInterrupt:
+            err.print("  (Ctrl-D ends the conversation)", style="dim")
+            continue
         if said == "/bye":
             return
         if said == "/new":

@@ -233,10 +233,10 @@ def _log_to_stderr(verbose: int) -> None:
     """Our own news; with -v more of it; with -vv what the libraries say, too."""
     from rich.logging import RichHandler
 
+    handler: logging.Handler
     if err.is_terminal:
-        handler: logging.Handler = RichHandler(
-            console=err, show_path=False, show_level=verbose > 0, log_time_format="%X"
-        )
+        handler = RichHandler(console=err, show_path=False, show_level=verbose > 0, log_time_format="%X")
+        handler.setFormatter(logging.Formatter("%(message)s"))
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -261,10 +261,9 @@ def _show_started(started: Started, *, as_json: bool) -> None:
     table.add_row(Text("Node", style="dim"), Text.assemble(started.name, (f"  {started.node_id}", "dim")))
     table.add_row(Text("API", style="dim"), f"{started.api_url}/v1")
     table.add_row(Text("Memory", style="dim"), f"{format_bytes(started.memory_usable_bytes)} on {started.accelerator}")
-    if started.addresses:
-        table.add_row(
-            Text("Address", style="dim"), Text.assemble(", ".join(started.addresses), ("  for --peer elsewhere", "dim"))
-        )
+    # Those that others in the room can use, if there are any.
+    addresses = [each for each in started.addresses if not each.startswith(("127.", "[::1]"))] or started.addresses
+    table.add_row(Text("Address", style="dim"), Text.assemble(", ".join(addresses), ("  for --peer", "dim")))
     table.add_row(
         Text("Models", style="dim"), ", ".join(started.models) or "none yet: `meshinfer models pull smollm2-135m`"
     )
