@@ -1,36 +1,50 @@
-"""Which arrays a lazy result would read if it were evaluated.
+"""What lazy arrays depend on, before anything is evaluated.
 
 MLX can print the graph behind unevaluated arrays, with names for arrays of our choice. Following its
-edges backwards tells, without reading a weight, exactly which parameters a stage needs, whatever the
-model does with them.
+edges backwards tells, without reading a weight, which parameters a stage needs and which values of one
+layer reach another, whatever the model does in between.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import mlx.core as mx
+
+Name = TypeVar("Name", bound=Hashable)
 
 _EDGE = re.compile(r'^"?(\w+)"? -> "?(\w+)"?$', re.MULTILINE)
 
 
-def arrays_read_by(outputs: Sequence[mx.array], named: Mapping[str, mx.array]) -> frozenset[str]:
-    """Names of those arrays in `named` that evaluating `outputs` would read."""
-    # Names of our own, since those in `named` may hold anything; outputs get a node each, even if they are named too.
-    names = {f"named{index}": name for index, name in enumerate(named)}
-    ends = {f"output{index}": mx.stop_gradient(output) for index, output in enumerate(outputs)}
-    text = io.StringIO()
-    mx.export_to_dot(text, *ends.values(), **ends, **dict(zip(names, named.values(), strict=True)))
-    inputs: dict[str, list[str]] = {}
-    for source, target in _EDGE.findall(text.getvalue()):
-        inputs.setdefault(target, []).append(source)
-    reached: set[str] = set()
-    waiting = list(ends)
-    while waiting:
-        node = waiting.pop()
-        if node not in reached:
-            reached.add(node)
-            waiting += inputs.get(node, ())
-    return frozenset(names[node] for node in reached & names.keys())
+class LazyGraph(Generic[Name]):
+    """The graph behind some unevaluated arrays.
+
+    Args:
+        named: arrays that may be found among what others depend on.
+        roots: arrays whose dependencies will be asked for.
+    """
+
+    def __init__(self, named: Mapping[Name, mx.array], roots: Sequence[mx.array]) -> None:
+        # Node names of our own. A root gets a node to itself, so that it may be one of the named arrays too.
+        self._names = {f"named{index}": name for index, name in enumerate(named)}
+        arrays = {f"root{index}": mx.stop_gradient(root) for index, root in enumerate(roots)}
+        arrays |= dict(zip(self._names, named.values(), strict=True))
+        text = io.StringIO()
+        mx.export_to_dot(text, *arrays.values(), **arrays)
+        self._inputs: dict[str, list[str]] = {}
+        for source, target in _EDGE.findall(text.getvalue()):
+            self._inputs.setdefault(target, []).append(source)
+
+    def read_by(self, roots: Sequence[int]) -> frozenset[Name]:
+        """The named arrays that evaluating these roots (by their index) would read."""
+        reached: set[str] = set()
+        waiting = [f"root{index}" for index in roots]
+        while waiting:
+            node = waiting.pop()
+            if node not in reached:
+                reached.add(node)
+                waiting += self._inputs.get(node, ())
+        return frozenset(self._names[node] for node in reached & self._names.keys())

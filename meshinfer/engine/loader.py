@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPrivateUsage] - to name an unknown type
 
 from meshinfer.base.errors import CorruptModel
-from meshinfer.engine.graph import arrays_read_by
+from meshinfer.engine.graph import LazyGraph
 from meshinfer.engine.headers import as_whole_directory, read_json, read_model_files
 from meshinfer.engine.stage import Stage
 from meshinfer.engine.structure import Structure, arrays_in, layers_of
@@ -121,7 +121,8 @@ def parameters_read_by(stage: Stage) -> dict[str, mx.array]:
     cache = stage.make_cache()
     carried = [mx.zeros(spec.shape, getattr(mx, spec.dtype)) for spec in stage.carried_shapes(1, _WARM_UP_TOKENS)]
     outputs = stage(mx.zeros((1, _WARM_UP_TOKENS), mx.int32), carried, cache)
-    read = arrays_read_by([*arrays_in(outputs), *stage.state_arrays(cache)], parameters)
+    results = [*arrays_in(outputs), *stage.state_arrays(cache)]
+    read = LazyGraph(parameters, results).read_by(range(len(results)))
     return {name: array for name, array in parameters.items() if name in read}
 
 

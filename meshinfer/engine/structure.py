@@ -6,17 +6,12 @@ knowing a hundred models by name, we watch one: its layers are given a recording
 subclass, put back afterwards) and the model runs forward on a few tokens. MLX is lazy, so that only
 builds a graph: no weight is read, and 30 layers take about 10 ms.
 
-By object identity the recording tells
-- what each layer takes from the layer before it, and in which argument (nearly always one array, the
-  hidden state; rwkv7 carries two),
-- what it takes from farther back (shared keys and values): no cut may fall in between,
-- which entries of the cache it uses: layers that share one stay together.
-A value that the model computes *between* two layers has no producer, so that place is not a cut either.
+By object identity the recording tells what each layer takes from the layer before it, and in which argument
+(nearly always one array, the hidden state; rwkv7 carries two), and which entries of the cache it uses. The
+graph of the recording (`engine.graph`) tells what a layer takes from farther back, after whatever
+arithmetic: shared keys and values, as in gemma4 or afm7. No cut may fall in between, nor between layers
+that share a cache, nor where the model computes something of its own between two layers.
 Two recordings with different batch and length tell which axis of a carried array is which.
-
-What identity cannot see is a value kept from one layer and handed to a later one after some arithmetic;
-the one model known to do that (afm7) is refused by name, and the tests compare split and whole output
-for every structural family.
 """
 
 from __future__ import annotations
@@ -30,11 +25,10 @@ from mlx import nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from meshinfer.base.errors import BadInput
+from meshinfer.engine.graph import LazyGraph
 
 Slot = int | str
 """An argument of a layer's call: a position, or a keyword."""
-
-REFUSED_BY_NAME = {"afm7": "its later layers use keys and values that it keeps in local variables"}
 
 # Prime and different from each other, so that each axis of a carried array can be told from the others.
 _PROBES = ((2, 3), (5, 7))
@@ -207,8 +201,6 @@ class _Recording:
 
 def _record(model: nn.Module, batch: int, length: int) -> _Recording:
     name = _name(model)
-    if name in REFUSED_BY_NAME:
-        raise NotSplittable(f"{name} cannot be split: {REFUSED_BY_NAME[name]}", expected="another model")
     layers = layers_of(model)
     if any(is_overridden(layer) for layer in layers):
         raise NotSplittable(f"this {name} is a stage already", expected="a freshly loaded model")
@@ -286,16 +278,7 @@ def _slots_from_previous(calls: Sequence[_Call], index: int) -> tuple[tuple[Slot
 
 def _cut_points(calls: Sequence[_Call], layers: Sequence[LayerWiring]) -> tuple[int, ...]:
     """Cuts that no value and no shared cache crosses, but for what the next layer takes directly."""
-    bonds: list[tuple[int, int]] = []
-    """(producer, consumer): no cut in (producer, consumer]."""
-    last_producer: dict[int, int] = {}
-    for index, call in enumerate(calls):
-        direct = {slot for slot, _ in layers[index].carried_slots}
-        for slot, value in call.slots.items():
-            if slot not in direct or index == 0:
-                bonds += [(last_producer[id(a)], index) for a in arrays_in(value) if id(a) in last_producer]
-        for array in arrays_in(call.outputs):
-            last_producer[id(array)] = index
+    bonds = _reach_across(calls, layers)
     users: dict[int, list[int]] = {}
     for index, wiring in enumerate(layers):
         for entry in wiring.cache_indices:
@@ -306,6 +289,30 @@ def _cut_points(calls: Sequence[_Call], layers: Sequence[LayerWiring]) -> tuple[
         for cut in range(1, len(layers))
         if layers[cut].carried_slots and not any(producer < cut <= consumer for producer, consumer in bonds)
     )
+
+
+def _reach_across(calls: Sequence[_Call], layers: Sequence[LayerWiring]) -> list[tuple[int, int]]:
+    """(producer, consumer) for every argument of a layer that depends on an earlier layer otherwise than through the
+    arrays that the layer before hands on: no cut in (producer, consumer]."""
+    given: list[tuple[int, mx.array]] = []
+    for index, call in enumerate(calls):
+        direct = {slot for slot, _ in layers[index].carried_slots} if index else {0}
+        given += [
+            (index, array) for slot, value in call.slots.items() if slot not in direct for array in arrays_in(value)
+        ]
+    if not given:
+        return []
+    # An array that layers hand through is known by one name only, the last that it is given: let that be its producer's.
+    outputs = {(index, flat): a for index, call in enumerate(calls) for flat, a in enumerate(arrays_in(call.outputs))}
+    outputs = dict(reversed(outputs.items()))
+    unique = {id(array): array for _, array in given}
+    graph = LazyGraph(outputs, list(unique.values()))
+    read = {key: graph.read_by([place]) for place, key in enumerate(unique)}
+    return [
+        (max(producers), consumer)
+        for consumer, array in given
+        if (producers := [layer for layer, _ in read[id(array)] if layer < consumer])
+    ]
 
 
 def _outline(value: Any) -> Any:
