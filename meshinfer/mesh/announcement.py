@@ -7,7 +7,6 @@ cards sees a byte that no member of some key vouched for, and nobody can say any
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -62,12 +61,6 @@ def check(signed: SignedAnnouncement, verify: Verify) -> Heard:
         raise ProtocolError(f"{author} announced a card of {card.node_id[:80]!r}", expected="its own")
     if any(link.source != author or not is_node_id(link.target) for link in announcement.links):
         raise ProtocolError(f"{author} announced links of other nodes", expected="its own")
-    seats = (seat.step_seconds for seat in card.seats)
-    bandwidths = (link.bandwidth_bytes_per_second for link in announcement.links)
-    ages = (link.age_seconds for link in announcement.links)
-    # Bounds in the types exclude NaN but let infinity through where there is no upper one.
-    if not all(map(math.isfinite, (card.load, *seats, *bandwidths, *ages))):
-        raise ProtocolError(f"{author} announced a number that is not finite")
     return Heard(card, announcement.links, signed)
 
 

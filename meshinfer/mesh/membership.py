@@ -82,7 +82,8 @@ class TimePassed:
     """`next_wakeup` has come."""
 
 
-Event = Connected | Disconnected | RedialFailed | PingSent | PingAnswered | CardHeard | TimePassed
+EventOfNode = Connected | Disconnected | RedialFailed | PingSent | PingAnswered | CardHeard
+Event = EventOfNode | TimePassed
 
 # --- effects ------------------------------------------------------------------------------------
 
@@ -178,6 +179,8 @@ class Membership:
     def __init__(self, timing: Timing | None = None) -> None:
         self._timing = timing or Timing()
         self._members: dict[NodeId, _Member] = {}
+        self._next: float | None = None
+        """The earliest moment at which time alone changes something; None if it never does."""
 
     def members(self) -> tuple[Member, ...]:
         """Everyone known, sorted by id."""
@@ -200,9 +203,21 @@ class Membership:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; timers that are due by `now` count first."""
-        effects = self._pass_time(now)
-        if isinstance(event, TimePassed):
-            return effects
+        effects = self._pass_time(now) if self._next is not None and self._next <= now else []
+        if not isinstance(event, TimePassed):
+            effects += self._take_in(event, now)
+        due = (due for member in self._members.values() if (due := self._due(member)) is not None)
+        self._next = min(due, default=None)
+        return effects
+
+    def next_wakeup(self) -> float | None:
+        """When to send `TimePassed`; None if nothing is waited for."""
+        return self._next
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _take_in(self, event: EventOfNode, now: float) -> list[Effect]:
+        effects: list[Effect] = []
         member = self._members.get(event.node)
         match event:
             case Connected(node):
@@ -233,12 +248,6 @@ class Membership:
             case _:
                 pass  # evidence about a connection that is gone, or about no member
         return effects
-
-    def next_wakeup(self) -> float | None:
-        """When to send `TimePassed`; None if nothing is waited for."""
-        return min((due for member in self._members.values() if (due := self._due(member)) is not None), default=None)
-
-    # --- inside ---------------------------------------------------------------------------------
 
     def _due(self, member: _Member) -> float | None:
         """When time alone changes something about `member`."""

@@ -1,0 +1,329 @@
+"""Agents find each other, notice who goes, and agree again after a cut. On virtual time.
+
+The tests that replay a schedule are Hypothesis tests: it registers trio's dice, so a failure prints
+what reproduces it.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mesh_room import Room, room
+from trio.testing import MockClock
+
+from meshinfer.base.ids import NodeId
+from meshinfer.mesh.announcement import sign
+from meshinfer.mesh.mesh import Mesh
+from meshinfer.testing.cards import node_card
+from meshinfer.testing.network import SimNetwork
+from meshinfer.wire.codec import encode
+
+NOTICE_SECONDS = 3.0
+"""Promised to all: after this, the dead are in no topology."""
+TWO_PERIODS_SECONDS = 4.0
+
+
+def play(network: SimNetwork, tale: Callable[[Room], Awaitable[None]]) -> None:
+    """Run `tale` in a fresh room, on virtual time."""
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as home:
+            async with room(Path(home), network) as stage:
+                await tale(stage)
+        assert network.failures == []
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def simulation(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("count", [3, 8, 30])
+def test_all_find_each_other_through_one_contact(count: int) -> None:
+    async def tale(stage: Room) -> None:
+        everyone = await stage.gather(count)
+        digests = set()
+        await trio.sleep(5)
+        for mesh in stage.meshes.values():
+            digests.add(mesh.topology().digest)
+            assert len(mesh.members()) == count - 1
+        assert stage.all_see(everyone)
+        assert len(digests) == 1, "an idle mesh agrees on its topology to the digit"
+
+    play(SimNetwork(latency_seconds=0.002), tale)
+
+
+@simulation(12)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.sampled_from([3, 5, 8]),
+    loss=st.sampled_from([0.0, 0.1]),
+    latency=st.floats(0.0001, 0.05),
+    how=st.sampled_from(["kill", "stop"]),
+)
+def test_who_goes_is_gone_from_every_topology_and_may_come_back(
+    seed: int, count: int, loss: float, latency: float, how: str
+) -> None:
+    async def tale(stage: Room) -> None:
+        everyone = await stage.gather(count)
+        # Not at the same moment of everyone's ping each time.
+        await trio.sleep(random.Random(seed).uniform(0, 3))
+        victim = sorted(everyone)[seed % count]
+        before = stage.cards[victim].card.incarnation
+        address = stage.transports[victim].addresses()[0]
+        getattr(stage.network, how)(victim)
+        rest = everyone - {victim}
+        await stage.wait(lambda: stage.all_see(rest, by=rest), NOTICE_SECONDS)
+        if how == "stop":
+            stage.network.resume(victim)
+        else:
+            await stage.start(victim, seeds=(), address=address)  # its address book knows the others
+            assert stage.cards[victim].card.incarnation > before
+        await stage.wait(lambda: stage.all_see(everyone), 2 * TWO_PERIODS_SECONDS)
+
+    play(SimNetwork(random.Random(seed), latency, loss), tale)
+
+
+@simulation(4)
+@given(seed=st.integers(0, 2**32), how=st.sampled_from(["kill", "stop"]))
+def test_in_a_large_mesh_too(seed: int, how: str) -> None:
+    async def tale(stage: Room) -> None:
+        everyone = await stage.gather(24, apart_seconds=0.2)
+        victim = sorted(everyone)[seed % 24]
+        getattr(stage.network, how)(victim)
+        rest = everyone - {victim}
+        await stage.wait(lambda: stage.all_see(rest, by=rest), NOTICE_SECONDS)
+
+    play(SimNetwork(random.Random(seed), 0.002), tale)
+
+
+@simulation(8)
+@given(seed=st.integers(0, 2**32), cut_at=st.integers(1, 5), cut_seconds=st.floats(1, 40), breaks=st.booleans())
+def test_a_cut_heals_and_views_converge_within_two_periods(
+    seed: int, cut_at: int, cut_seconds: float, breaks: bool
+) -> None:
+    async def tale(stage: Room) -> None:
+        everyone = await stage.gather(6)
+        nodes = sorted(everyone)
+        left, right = set(nodes[:cut_at]), set(nodes[cut_at:])
+        stage.network.cut(left, right)
+        if breaks:  # the transport gave up on the silent connections
+            for one in left:
+                for other in right:
+                    stage.network.disconnect(one, other)
+        await trio.sleep(cut_seconds)
+        if cut_seconds > NOTICE_SECONDS:
+            assert stage.all_see(left, by=left)
+            assert stage.all_see(right, by=right)
+        for node in nodes:
+            stage.cards[node].update(name=f"{node} after")
+        stage.network.heal()
+
+        def converged() -> bool:
+            return stage.all_see(everyone) and all(
+                card.name.endswith("after") for mesh in stage.meshes.values() for card in mesh.topology().nodes
+            )
+
+        await stage.wait(converged, TWO_PERIODS_SECONDS)
+
+    play(SimNetwork(random.Random(seed), 0.002), tale)
+
+
+async def test_a_replaced_connection_is_no_news(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        everyone = await stage.gather(3)
+        one, other, _ = sorted(everyone)
+        await trio.sleep(3)
+        watches = {node: stage.meshes[node].changes() for node in everyone}
+        for _ in range(5):
+            stage.network.disconnect(one, other)
+            for _ in range(50):
+                await trio.sleep(0.02)
+                assert stage.all_see(everyone)
+        for watch in watches.values():
+            with trio.move_on_after(0) as scope:
+                await watch.changed()
+            assert scope.cancelled_caught, "nobody was woken"
+
+
+async def test_a_bridge_joins_two_that_cannot_reach_each_other(autojump_clock, tmp_path: Path) -> None:
+    network = SimNetwork()
+    async with room(tmp_path, network) as stage:
+        everyone = await stage.gather(3)
+        bridge, one, other = sorted(everyone)
+        network.cut([one], [other])
+        await trio.sleep(20)
+        assert stage.all_see(everyone)
+        assert {link.target for link in stage.meshes[one].topology().links if link.source == one} == {bridge}
+
+
+async def test_one_who_leaves_is_gone_at_once_and_listed_as_left(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        everyone = await stage.gather(3)
+        first, second, third = sorted(everyone)
+        await stage.meshes[second].leave()
+        await stage.wait(lambda: stage.all_see({first, third}, by={first, third}), 0.1)
+        stage.network.kill(second)
+        await trio.sleep(1)
+        (report,) = [report for report in stage.meshes[first].members() if report.node_id == second]
+        assert report.state == "left"
+        await stage.start(second)
+        await stage.wait(lambda: stage.all_see(everyone), 2)
+
+
+async def test_a_change_of_a_card_wakes_every_reader_once(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        first, _, third = sorted(await stage.gather(3))
+        await trio.sleep(3)
+        fast, slow = stage.meshes[third].changes(), stage.meshes[third].changes()
+        for count in range(10):
+            stage.cards[first].update(memory_promised_bytes=count + 1)
+        with trio.fail_after(0.2):
+            await fast.changed()
+        await trio.sleep(1)
+        with trio.fail_after(0.2):
+            await slow.changed()
+        for watch in (fast, slow):
+            with trio.move_on_after(1) as scope:
+                await watch.changed()
+            assert scope.cancelled_caught
+        card = stage.meshes[third].card_of(first)
+        assert card is not None
+        assert card.memory_promised_bytes == 10
+
+
+async def test_gossip_of_an_idle_node_is_flat(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        await stage.gather(8)
+        await trio.sleep(10)
+        before = {node: transport.statistics() for node, transport in stage.transports.items()}
+        await trio.sleep(100)
+        for node, transport in stage.transports.items():
+            sent = transport.statistics().gossip_sent - before[node].gossip_sent
+            assert 45 <= sent <= 55, "one in two seconds"
+            assert transport.statistics().gossip_bytes_sent - before[node].gossip_bytes_sent < sent * 4096
+
+
+async def test_a_node_that_changes_all_the_time_is_held_to_two_a_second(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        first, second = sorted(await stage.gather(2))
+        await trio.sleep(10)
+        before = stage.transports[first].statistics().gossip_sent
+        for count in range(1000):
+            stage.cards[first].update(memory_promised_bytes=count)
+            await trio.sleep(0.01)
+        assert stage.transports[first].statistics().gossip_sent - before < 35
+        await trio.sleep(1)
+        card = stage.meshes[second].card_of(first)
+        assert card is not None
+        assert card.memory_promised_bytes == 999
+
+
+async def test_a_mesh_lives_on_without_gossip(autojump_clock, tmp_path: Path) -> None:
+    network = SimNetwork(gossip_loss=1.0)
+    async with room(tmp_path, network) as stage:
+        for index in range(4):
+            await stage.start(f"n{index}")
+        everyone = set(stage.meshes)
+        await stage.wait(lambda: stage.all_see(everyone), 40)
+        await trio.sleep(60)
+        assert stage.all_see(everyone)
+
+
+async def test_forged_and_garbled_announcements_change_nothing(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        everyone = await stage.gather(3)
+        first, second, third = sorted(everyone)
+        liar = stage.transports[third]
+        await trio.sleep(3)
+        honest = stage.meshes[first].topology().by_id[second]
+        # A card of another, signed by the liar, in its own name and in the other's.
+        stolen = replace(honest, version=honest.version + 100, name="stolen")
+        forged = sign(stolen, (), liar.sign)
+        await liar.publish(encode(forged.signed))
+        await liar.publish(encode(replace(forged.signed, author=third)))
+        rng = random.Random(7)
+        for _ in range(200):
+            await liar.publish(rng.randbytes(rng.randrange(1, 400)))
+        # Its own card, with a number that is not finite.
+        own = stage.cards[third].card
+        await liar.publish(
+            encode(sign(replace(own, version=own.version + 50, load=float("inf")), (), liar.sign).signed)
+        )
+        await trio.sleep(5)
+        assert stage.all_see(everyone)
+        assert stage.meshes[first].topology().by_id[second].name != "stolen"
+        assert stage.meshes[first].statistics().gossip.refused >= 203
+
+
+async def test_a_pull_that_brings_garbage_harms_nothing(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        first = await stage.start("n0")
+        liar = stage.network.add("liar")
+
+        async def garbage(caller: NodeId, payload: bytes) -> bytes:
+            return b"\xff" * 1000
+
+        liar.serve("view/1", garbage)
+        liar.serve("ping/1", garbage)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(liar.run)
+            await liar.dial(stage.transports[NodeId("n0")].addresses()[0], NodeId("n0"), 1)
+            await trio.sleep(10)
+            assert {card.node_id for card in first.topology().nodes} == {"n0"}
+            assert first.statistics().gossip.pulls_failed >= 1
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_home_restored_from_a_backup_outbids_its_own_past(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        first, second, third = sorted(await stage.gather(3))
+        for _ in range(3):  # several starts, each with a higher incarnation
+            stage.network.kill(second)
+            await trio.sleep(1)
+            await stage.start(second)
+            await trio.sleep(3)
+        seen = stage.cards[second].card.incarnation
+        assert seen == 4
+        stage.network.kill(second)
+        await trio.sleep(1)
+        (tmp_path / second / "incarnation").write_text("1\n")
+        await stage.start(second)
+        await stage.wait(lambda: stage.all_see({first, second, third}), 5)
+        assert stage.cards[second].card.incarnation == seen + 1
+
+
+async def test_neighbours_are_bounded_in_a_large_mesh(autojump_clock, tmp_path: Path) -> None:
+    async with room(tmp_path) as stage:
+        await stage.gather(16)
+        late = [await stage.start(f"late{index}") for index in range(12)]
+        everyone = set(stage.meshes)
+        await stage.wait(lambda: stage.all_see(everyone), 10)
+        await trio.sleep(5)
+        assert isinstance(late[-1], Mesh)
+        degree = {node: len(transport.peers()) for node, transport in stage.transports.items()}
+        assert min(degree.values()) >= 8
+        assert degree[late[-1].node_id] < 20, degree
+
+
+async def test_cancelling_leaves_nothing_behind(autojump_clock, tmp_path: Path) -> None:
+    network = SimNetwork()
+    async with room(tmp_path, network) as stage:
+        everyone = await stage.gather(3)
+        for node in sorted(everyone):
+            network.kill(node)
+        await stage.wait(lambda: not stage.meshes, 1)
+        assert all(not transport.peers() for transport in stage.transports.values())
+
+
+def test_a_card_of_the_helper_is_valid() -> None:
+    assert node_card("n0").node_id == "n0"
