@@ -56,8 +56,10 @@ def make_app(backend: Backend, settings: Settings) -> ASGIApp:
     """The ASGI app of this node.
 
     Raises:
-        BadInput: bound beyond loopback without a key (see `guard`).
+        BadInput: bound beyond loopback without a key (see `guard`), or a dial that cannot be.
     """
+    if settings.api_heartbeat_seconds <= 0:
+        raise BadInput(f"api_heartbeat_seconds is {settings.api_heartbeat_seconds}", expected="more than 0")
     metrics = Metrics(lambda: len(backend.topology().nodes))
     routes = [
         *InferenceApi(backend, settings, metrics).routes(),
@@ -98,9 +100,10 @@ async def serve(
     config.include_server_header = False
     # Its default closes a connection after 1000 requests, in the middle of a busy client's pipeline.
     config.keep_alive_max_requests = 10**9
-    never = trio.Event()
+    if stop is None:
+        stop = trio.Event()  # never set
     async with trio.open_nursery() as nursery:
-        run = partial(hypercorn.trio.serve, app, config, shutdown_trigger=(stop or never).wait, mode="asgi")  # pyright: ignore[reportArgumentType] - its own spelling of ASGI's types
+        run = partial(hypercorn.trio.serve, app, config, shutdown_trigger=stop.wait, mode="asgi")  # pyright: ignore[reportArgumentType] - its own spelling of ASGI's types
         await nursery.start(run)
         task_status.started(Address(host, port))
 

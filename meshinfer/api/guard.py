@@ -93,7 +93,7 @@ class Guard:
                 do="call it by that, or bind it to the address that you call (and set a key)",
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and origin.lower() not in {f"http://{host.lower()}", f"https://{host.lower()}"}:
             return Forbidden(
                 f"a page of {origin[:128]!r} sent this request", expected="requests from this origin alone"
             )

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import trio
+
 from meshinfer.api.app import make_app, serve
 from meshinfer.config import Settings
 from meshinfer.testing.backend import FakeBackend
@@ -38,6 +39,15 @@ class Server:
     async def http(self, method: str, path: str, **options: Any) -> httpx.Response:
         async with httpx.AsyncClient(base_url=self.url, timeout=30) as client:
             return await client.request(method, path, **options)
+
+    @asynccontextmanager
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[httpx.Response]:
+        """A chat completion as raw lines."""
+        async with (
+            httpx.AsyncClient(base_url=self.url, timeout=30) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as response,
+        ):
+            yield response
 
     async def wait_in_thread(self, event: threading.Event) -> None:
         """Until a client in its thread sets `event`."""
