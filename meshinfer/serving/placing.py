@@ -240,8 +240,7 @@ class Placer:
         now = trio.current_time()
         self._just_placed = {key: just for key, just in self._just_placed.items() if just.until > now}
         for instance in self._instances_of(ask.model_id):
-            wanted = ask.placement is None or ask.placement.placement_id == instance.placement.placement_id
-            if wanted and instance.state != "broken":
+            if _answers(instance.placement, ask) and instance.state != "broken":
                 return Placed(instance.instance_id, instance.epoch, instance.placement)
         seen = {instance.instance_id for instance in self._ports.instances()}
         for just in self._just_placed.values():
@@ -355,6 +354,16 @@ class Placer:
     def _name(self, node: NodeId) -> str:
         card = self._ports.topology().by_id.get(node)
         return card.name if card else node
+
+
+def _answers(placement: Placement, ask: Place) -> bool:
+    """Whether an instance of `placement` is what is asked for: that very one, or one that reserves at least as much."""
+    if ask.placement is not None:
+        return placement == ask.placement
+    nodes = set(placement.node_ids)
+    allowed = nodes.isdisjoint(ask.constraints.exclude) and nodes <= set(ask.constraints.nodes or nodes)
+    has_context = placement.context_tokens >= ask.workload.context_tokens
+    return allowed and has_context and placement.concurrency >= ask.workload.concurrency
 
 
 def _with_memory_of(topology: Topology, old: Instance | None) -> Topology:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -62,18 +63,22 @@ def test_split_answers_equal_the_whole_one_through_every_node(
         assert all(node["memory_free_bytes"] == node["memory_bytes"] for node in nodes)
 
 
-def _middle_runner_holds_its_layers_only(mesh: Room, placed: dict[str, object]) -> None:
+def _middle_runner_holds_its_layers_only(mesh: Room, placed: dict[str, Any]) -> None:
     """Counted by the engine, and by the kernel against the other runners (which hold the embedding, 29 MiB, too)."""
     seats = placed["seats"]
-    previews = get(mesh.url("alpha"), "/instance/previews", model_id=MODEL, context=512, concurrency=1)["previews"]
-    del previews
-    by_index = sorted(seats, key=lambda seat: seat["start"])  # type: ignore[arg-type]
+    by_index = sorted(seats, key=lambda seat: seat["start"])
     middle, model_bytes = by_index[1], 111 * 1024**2
     layers = middle["end"] - middle["start"]
-    assert middle["resident_bytes"] < model_bytes * (layers / 30) * 1.1 + 12 * 1024**2  # its share, and a cache for 512 tokens
+    assert (
+        middle["resident_bytes"] < model_bytes * (layers / 30) * 1.1 + 12 * 1024**2
+    )  # its share, and a cache for 512 tokens
     names = mesh.names_by_id()
     rss = [
-        sum(process.memory_info().rss for process in mesh.agents[names[seat["node_id"]]].runners() if _is_runner(process))
+        sum(
+            process.memory_info().rss
+            for process in mesh.agents[names[seat["node_id"]]].runners()
+            if _is_runner(process)
+        )
         for seat in by_index
     ]
     assert rss[1] < rss[0]
@@ -129,6 +134,7 @@ def test_the_same_seed_gives_the_same_text_alone_and_in_company(mesh: Room) -> N
 
 
 def test_bad_requests_are_refused_and_leave_nothing_behind(mesh: Room) -> None:
+    ask(mesh.url("alpha"), FRANCE, tokens=1)
     before = [instances(mesh.url(name)) for name in NAMES]
     with pytest.raises(openai.NotFoundError, match="meshinfer models pull"):
         client(mesh.url("alpha")).chat.completions.create(model="no/such", messages=[{"role": "user", "content": "x"}])
