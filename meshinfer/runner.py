@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import msgspec
 
-from meshinfer.base.errors import MeshinferError, ProtocolError
+from meshinfer.base.errors import BadInput, MeshinferError, ProtocolError
 from meshinfer.base.ids import parse_model_id
 from meshinfer.engine.platform import Platform, prepare_process
 from meshinfer.pipeline.agent_link import AgentLink
@@ -143,11 +143,19 @@ def _job(work: Callable[[], str]) -> NoReturn:
     try:
         line, code = work(), 0
     except MeshinferError as error:
-        report = {"code": error.code, "what": error.what, "expected": error.expected, "do": error.do}
-        line, code = json.dumps({"error": report}), 1
+        line, code = _report(error), 1
+    except OSError as error:
+        line, code = _report(BadInput(str(error), expected="files that can be read and written")), 1
+    except Exception as error:  # noqa: BLE001 - whatever it is ends this process, and who started it must learn what it was
+        traceback.print_exc()
+        line, code = _report(MeshinferError(f"{type(error).__name__}: {error}")), 1
     print(line, flush=True)  # noqa: T201 - this is the answer
     sys.stderr.flush()
     os._exit(code)  # MLX's threads may abort an orderly exit
+
+
+def _report(error: MeshinferError) -> str:
+    return json.dumps({"error": {"code": error.code, "what": error.what, "expected": error.expected, "do": error.do}})
 
 
 def _describe(directory: Path, model_id: str) -> str:

@@ -22,18 +22,20 @@ from typing import Any
 
 from meshinfer.base.errors import ProtocolError
 from meshinfer.engine.batching import Batcher, Forward
+from meshinfer.engine.stepping import Stepper
 from meshinfer.pipeline.channel import Channel
 from meshinfer.pipeline.errors import PipelineBroken
 from meshinfer.pipeline.patience import Patience
 from meshinfer.wire.frames import Frame, FrameKind
 from meshinfer.wire.records import RUNNER_RECORDS, OpenSession, Prefilled, RunnerRecord, SessionFailed
 from meshinfer.wire.runner_control import LoadSeat
-from meshinfer.wire.steps import SessionStart, StepAnswer, StepControl
+from meshinfer.wire.steps import MAX_STARTED, SessionStart, StepAnswer, StepControl
 
 MAX_WAITING = 64
 """Sessions that wait for room; as many as an origin accepts requests. More are sent elsewhere with no_room."""
 PROMPTS_AT_ONCE = 4
-"""Prompts read in one step, a chunk of each. More would hold up the running sessions' next token longer."""
+"""Prompts read in one step, a chunk of each, so that a short one need not wait for a long one. More would hold
+up the running sessions' next token longer. One, where a model's state does not tolerate padding."""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class Head:
 
     Args:
         load: what this instance is.
-        vocab_size: ids that may come in.
+        stepper: this stage's layers, of which the head only asks what may come in.
         run_step: starts a step: runs this stage's layers and passes it on. With one stage, `answered` is
             called before it returns.
         wait: handles one thing that other seats sent, which may call `answered`; False if nothing came in
@@ -72,12 +74,12 @@ class Head:
     def __init__(
         self,
         load: LoadSeat,
-        vocab_size: int,
+        stepper: Stepper,
         run_step: Callable[[int, StepControl, Any], None],
         wait: Callable[[float], bool],
     ) -> None:
         self._load = load
-        self._vocab_size = vocab_size
+        self._vocab_size = stepper.vocab_size
         self._run_step = run_step
         self._wait = wait
         self._max_running = load.placement.concurrency
@@ -103,7 +105,7 @@ class Head:
             self._forward,
             self._take_tokens,
             max_rows=self._max_running,
-            prompts_at_once=min(PROMPTS_AT_ONCE, self._max_running),
+            prompts_at_once=min(PROMPTS_AT_ONCE, self._max_running) if stepper.tolerates_padding else 1,
             chunk_tokens=load.prefill_chunk_tokens,
         )
 
@@ -192,7 +194,7 @@ class Head:
         Raises:
             PipelineBroken: no session can go on.
         """
-        while self._waiting and len(self._running) < self._max_running:
+        while self._waiting and len(self._running) < self._max_running and len(self._started) < MAX_STARTED:
             self._admit(self._waiting.popleft())
         if self._running:
             self._batcher.advance()

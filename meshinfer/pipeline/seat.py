@@ -79,7 +79,7 @@ class Seat:
         self._tell = tell
         self._last_seat = len(load.placement.seats) - 1
         index, last = load.seat_index, self._last_seat
-        self._head = Head(load, stepper.vocab_size, self._run_step, self._wait) if index == 0 else None
+        self._head = Head(load, stepper, self._run_step, self._wait) if index == 0 else None
         concurrency = load.placement.concurrency
         self._tail = Tail(self._send_record, stepper.vocab_size, concurrency) if index == last else None
         self._needed: dict[tuple[ChannelRole, int, bool], str] = {}
@@ -274,7 +274,7 @@ class Seat:
                 part.fail_all("peer_lost", self._broken[:2048])
         if self._head is not None:
             # What was on its way never comes back; nothing of the old batch may be looked at again.
-            self._head = Head(self._load, self._stepper.vocab_size, self._run_step, self._wait)
+            self._head = Head(self._load, self._stepper, self._run_step, self._wait)
         for channel in self._seats.values():
             channel.end("the pipeline is broken")
         self._stepper.clear()

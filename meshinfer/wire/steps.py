@@ -21,6 +21,8 @@ CacheNumber = Annotated[int, between(0, 2**53)]
 SessionNumber = Annotated[int, between(1, 2**53)]
 MAX_ROWS = 4096
 """A placement's greatest concurrency."""
+MAX_STARTED = 256
+"""Sessions that one step may bring; a head that admits more brings them with the next ones."""
 Rows = Annotated[tuple[Annotated[int, between(0, 2**31 - 1)], ...], sized(0, MAX_ROWS)]
 
 
@@ -74,7 +76,7 @@ class StepControl:
     """(session, tokens in its cache before this step, tokens of it in this step: the rest of the row is padding)."""
     samples: bool = False
     """Take a token for each row; else the rows are a chunk of prompts and only fill the caches."""
-    started: Annotated[tuple[SessionStart, ...], sized(0, 256)] = ()
+    started: Annotated[tuple[SessionStart, ...], sized(0, MAX_STARTED)] = ()
     ended: Annotated[tuple[SessionNumber, ...], sized(0, MAX_ROWS)] = ()
     """Sessions that end without the last stage having said so."""
 

@@ -23,7 +23,7 @@ from typing import Any
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, SessionId
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.transport.certificates import Certificate, make_certificate
-from meshinfer.transport.tls import SecureSocket, dial
+from meshinfer.transport.tls import Listener, SecureSocket, dial
 from meshinfer.wire.frames import Frame, FrameKind, FrameReader, encode_frame
 from meshinfer.wire.messages import ChannelOffer, ChannelRole
 from meshinfer.wire.records import (
@@ -275,11 +275,23 @@ class PipelineUnderTest:
             runner.wait_for(Linked)
 
     def expect(self, seat: int, role: ChannelRole, from_seat: int, certificate_der: bytes) -> ChannelOffer:
-        runner = self.runners[seat]
+        return self.expect_of(self.runners[seat], role, from_seat, certificate_der)
+
+    @staticmethod
+    def expect_of(runner: RunnerUnderTest, role: ChannelRole, from_seat: int, certificate_der: bytes) -> ChannelOffer:
         listening: Listening = runner.wait_for(Listening)
         token = secrets.token_bytes(32)
         runner.send(ExpectChannel(role, from_seat, certificate_der, token, 60.0))
         return ChannelOffer(("127.0.0.1",), listening.port, listening.certificate_der, token)
+
+    @staticmethod
+    def offer_of(
+        listener: Listener, own: Certificate, role: ChannelRole, from_seat: int, certificate_der: bytes
+    ) -> ChannelOffer:
+        """The test's own listener expects that seat."""
+        token = secrets.token_bytes(32)
+        listener.expect(ExpectChannel(role, from_seat, certificate_der, token, 60.0))
+        return ChannelOffer(("127.0.0.1",), listener.port, own.der, token)
 
     def link(self, one: int, other: int, role: ChannelRole) -> None:
         own: Listening = self.runners[one].wait_for(Listening)
