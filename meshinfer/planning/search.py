@@ -89,7 +89,7 @@ def cycles(
                 cost = way.cost + price[node] + (row[node] if row else 0)
                 members = way.members | 1 << node
                 if furthest == end:
-                    cycle = Cycle(order, cost + hops_from(node)[order[0]])
+                    cycle = Cycle(order, cost + (hop(node, order[0]) if way.order else 0))
                     rival = closed.get(members)
                     if rival is None or (cycle.cost, order) < (rival.cost, rival.order):
                         closed[members] = cycle

@@ -1,0 +1,360 @@
+"""What a placement would cost in time, term by term; every term can be shown.
+
+What limits what: a *decode* step reads every active weight and every session's cache once, so it
+runs at memory bandwidth; a *prefill* chunk does the same arithmetic for each of its tokens, so it
+runs at the arithmetic rate. A hop costs latency and software in decode (a few kilobytes), bandwidth
+in prefill (megabytes). One stream passes the stages in turn, so their times add; several streams
+overlap, so the slowest stage or link sets the pace. Hence more nodes never speed one stream up,
+except as a tensor group on links quick enough for two all-reduces per layer.
+
+| n | term | here |
+|---|---|---|
+| 1 | layer, decode | `layer_decode_seconds` |
+| 2 | stage, decode | `decode_time` |
+| 3 | hop | `hop_seconds` |
+| 4 | one stream | `Prediction.tpot_seconds` |
+| 5 | several streams | `tokens_per_second`, `micro_batches_to_fill` |
+| 6 | prefill | `prefill_time`, `ttft_seconds` |
+| 7 | memory | `planning.memory` |
+| 8 | tensor group | `all_reduce_seconds`; a `Stage` of several ranks |
+| 9 | hybrid | stages of one and of several ranks together |
+| 10 | moving what is warm | `worth_moving` |
+
+Pure float arithmetic without a call into the platform's libm: powers are multiplied out, sums are
+`fsum`, which rounds once (the built-in sum differs between Python 3.11 and 3.12). The same bits on
+every IEEE machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from meshinfer.topology.speed import LinkSpeed, NodeSpeed
+
+HYSTERESIS = 0.15
+"""A running placement is replaced for a gain above this: measurements are good to about 10 %, so less may be noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What one layer asks of its node."""
+
+    dense_bytes: float
+    """Weights that every step reads."""
+    flops_per_token: float
+    """Two per parameter that a token visits."""
+    cache_bytes_per_token: float = 0.0
+    """Keys and values of one token of context; a step reads those of all the context."""
+    cache_tokens_limit: int = 0
+    """Sliding window; 0: none."""
+    state_bytes: float = 0.0
+    """Per session, read and written at each step whatever the context."""
+    attention_flops_per_pair: float = 0.0
+    """Per token and token of its context: 4 × query heads × head width."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_bytes: float = 0.0
+    """One of them."""
+
+    def active_bytes(self, tokens: int) -> float:
+        """Weights that a step of `tokens` tokens reads: of n experts, those that at least one token visits.
+
+        n · (1 − (1 − k/n)^tokens) of them on average, if the router spreads its choices evenly.
+        """
+        if not self.experts:
+            return self.dense_bytes
+        missed = _power(1 - self.experts_per_token / self.experts, tokens)
+        return self.dense_bytes + self.experts * (1 - missed) * self.expert_bytes
+
+    def cached_tokens(self, context: float) -> float:
+        return min(context, self.cache_tokens_limit) if self.cache_tokens_limit else context
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """What a model asks of its nodes."""
+
+    layers: tuple[LayerWork, ...]
+    embedding_row_bytes: float
+    """Looked up per token by the first stage."""
+    head_bytes: float
+    head_flops_per_token: float
+    """The output projection, once per sampled token, by the last stage."""
+    activation_bytes_per_token: float
+    """What crosses a cut: hidden size × tensors carried × bytes of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A layer range and who computes it: one node, or a tensor group."""
+
+    start: int
+    end: int
+    ranks: tuple[NodeSpeed, ...]
+    inner: LinkSpeed | None = None
+    """The slowest link of the group's ring; None for a single node."""
+    shares: tuple[float, ...] = ()
+    """Of each layer, per rank; equal if empty. They add up to 1."""
+
+    def share(self, rank: int) -> float:
+        return self.shares[rank] if self.shares else 1 / len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One step of one stage."""
+
+    compute_seconds: float
+    link_seconds: float
+    """All-reduces within a tensor group."""
+    overhead_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.link_seconds + self.overhead_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a placement would do."""
+
+    ttft_seconds: float
+    compute_seconds: float
+    link_seconds: float
+    overhead_seconds: float
+    """The three parts of the time per output token of one stream."""
+    tokens_per_second: float
+    """With the workload's concurrency."""
+    stage_seconds: tuple[float, ...]
+    """Decode step of each stage, one stream."""
+    hop_seconds: tuple[float, ...]
+    """Each hop of a decode step, the token's way back last."""
+
+    @property
+    def tpot_seconds(self) -> float:
+        return self.compute_seconds + self.link_seconds + self.overhead_seconds
+
+
+# --- 1, 2, 8: steps -----------------------------------------------------------------------------
+
+
+def layer_decode_seconds(layer: LayerWork, node: NodeSpeed, batch: int, context: float, share: float = 1.0) -> float:
+    """One step of `batch` sessions with `context` tokens each; of a tensor rank, its `share` of the layer."""
+    cached = layer.cached_tokens(context)
+    read = layer.active_bytes(batch) + batch * (cached * layer.cache_bytes_per_token + layer.state_bytes)
+    flops = batch * (layer.flops_per_token + cached * layer.attention_flops_per_pair)
+    return share * max(read / node.stream_bytes_per_second, flops / node.flops_per_second)
+
+
+def layer_prefill_seconds(layer: LayerWork, node: NodeSpeed, chunk: int, context: float, share: float = 1.0) -> float:
+    """One chunk of `chunk` tokens whose mean context is `context`."""
+    flops = chunk * (layer.flops_per_token + layer.cached_tokens(context) * layer.attention_flops_per_pair)
+    return share * max(flops / node.flops_per_second, layer.active_bytes(chunk) / node.stream_bytes_per_second)
+
+
+def decode_time(model: ModelWork, stage: Stage, batch: int, context: float) -> StageTime:
+    """One decode step of a stage; embedding lookup, head and sampling where they are."""
+    compute = fsum(
+        max(
+            layer_decode_seconds(model.layers[index], node, batch, context, stage.share(rank))
+            for rank, node in enumerate(stage.ranks)
+        )
+        for index in range(stage.start, stage.end)
+    )
+    if stage.start == 0:
+        compute += batch * model.embedding_row_bytes / _slowest_stream(stage)
+    if stage.end == len(model.layers):
+        compute += head_seconds(model, stage, batch)
+    return StageTime(compute, _all_reduces(model, stage, batch), _overhead(stage))
+
+
+def prefill_time(model: ModelWork, stage: Stage, chunk: int, context: float) -> StageTime:
+    """One prefill chunk of a stage. No head: only the prompt's last position is sampled."""
+    compute = fsum(
+        max(
+            layer_prefill_seconds(model.layers[index], node, chunk, context, stage.share(rank))
+            for rank, node in enumerate(stage.ranks)
+        )
+        for index in range(stage.start, stage.end)
+    )
+    if stage.start == 0:
+        compute += chunk * model.embedding_row_bytes / _slowest_stream(stage)
+    return StageTime(compute, _all_reduces(model, stage, chunk), _overhead(stage))
+
+
+def head_seconds(model: ModelWork, stage: Stage, batch: int) -> float:
+    """Output projection and sampling of one token per session."""
+    slowest = max(
+        stage.share(rank)
+        * max(
+            model.head_bytes / node.stream_bytes_per_second, batch * model.head_flops_per_token / node.flops_per_second
+        )
+        for rank, node in enumerate(stage.ranks)
+    )
+    return slowest + batch * max(node.sampling_seconds for node in stage.ranks)
+
+
+def all_reduce_seconds(ranks: int, message_bytes: float, link: LinkSpeed) -> float:
+    """A ring: each of 2 (p − 1) turns sends one p-th of the message over every link at once."""
+    turns = 2 * (ranks - 1)
+    return turns * (link.latency_seconds + link.message_seconds) + turns / ranks * (
+        message_bytes / link.bandwidth_bytes_per_second
+    )
+
+
+def tensor_latency_limit(step_seconds: float, layers: int, ranks: int) -> float:
+    """One-way latency above which a tensor group of equal ranks is slower than its step on one of them.
+
+    From 2 · L · 2 (p − 1) · α < (1 − 1/p) · T, the time that p ranks save: α < T / (4 L p).
+    """
+    return step_seconds / (4 * layers * ranks)
+
+
+def _all_reduces(model: ModelWork, stage: Stage, tokens: int) -> float:
+    """Two a layer: after the attention and after the MLP."""
+    if len(stage.ranks) == 1:
+        return 0.0
+    assert stage.inner is not None, "a tensor group has links"
+    message = tokens * model.activation_bytes_per_token
+    return 2 * (stage.end - stage.start) * all_reduce_seconds(len(stage.ranks), message, stage.inner)
+
+
+def _overhead(stage: Stage) -> float:
+    return max(node.step_overhead_seconds for node in stage.ranks)
+
+
+def _slowest_stream(stage: Stage) -> float:
+    return min(node.stream_bytes_per_second for node in stage.ranks)
+
+
+# --- 3, 4, 5, 6: hops, streams, prompts ---------------------------------------------------------
+
+
+def hop_seconds(link: LinkSpeed, message_bytes: float) -> float:
+    """One message, one way."""
+    return link.latency_seconds + link.message_seconds + message_bytes / link.bandwidth_bytes_per_second
+
+
+TOKEN_BYTES = 64.0
+"""A sampled token on its way back: a record of a few dozen bytes."""
+
+
+def decode_hops(model: ModelWork, hops: Sequence[LinkSpeed], batch: int) -> tuple[float, ...]:
+    """Each hop of a decode step; the last of `hops` is the token's way back."""
+    if not hops:
+        return ()
+    message = batch * model.activation_bytes_per_token
+    return (*(hop_seconds(link, message) for link in hops[:-1]), hop_seconds(hops[-1], batch * TOKEN_BYTES))
+
+
+def micro_batches_to_fill(stages: Sequence[float], hops: Sequence[float]) -> int:
+    """Micro-batches in flight that keep the slowest stage busy: ⌈(ΣD + ΣC) / max D⌉."""
+    whole, slowest = fsum(stages) + fsum(hops), max(stages)
+    count = 1
+    while count * slowest < whole:
+        count += 1
+    return count
+
+
+def tokens_per_second(
+    model: ModelWork, stages: Sequence[Stage], hops: Sequence[LinkSpeed], concurrency: int, context: float
+) -> float:
+    """All sessions together, in the best division of them into micro-batches of equal size.
+
+    X = B / max(slowest stage, slowest transfer, (ΣD + ΣC) / M) for M micro-batches of B sessions.
+    """
+    best = 0.0
+    for count in range(1, min(concurrency, 2 * len(stages)) + 1):
+        batch = -(-concurrency // count)
+        step = [decode_time(model, stage, batch, context).seconds for stage in stages]
+        message = batch * model.activation_bytes_per_token
+        transfers = [message / link.bandwidth_bytes_per_second for link in hops[:-1]]
+        around = fsum(step) + fsum(decode_hops(model, hops, batch))
+        # The last micro-batch may be smaller: concurrency / count of them on average.
+        best = max(best, (concurrency / count) / max([*step, *transfers, around / count]))
+    return best
+
+
+def ttft_seconds(
+    model: ModelWork,
+    stages: Sequence[Stage],
+    hops: Sequence[LinkSpeed],
+    prompt_tokens: int,
+    chunk_tokens: int,
+    queue_seconds: float = 0.0,
+) -> float:
+    """Queue, the first chunk through all stages, one bottleneck for each further chunk, head, the token's way back."""
+    chunk = min(chunk_tokens, prompt_tokens)
+    chunks = -(-prompt_tokens // chunk)
+    step = [prefill_time(model, stage, chunk, prompt_tokens / 2).seconds for stage in stages]
+    message = chunk * model.activation_bytes_per_token
+    transfers = [message / link.bandwidth_bytes_per_second for link in hops[:-1]]
+    through = fsum(step) + fsum(hop_seconds(link, message) for link in hops[:-1])
+    back = hop_seconds(hops[-1], TOKEN_BYTES) if hops else 0.0
+    bottleneck = max([*step, *transfers])
+    return queue_seconds + through + (chunks - 1) * bottleneck + head_seconds(model, stages[-1], 1) + back
+
+
+def predict(
+    model: ModelWork,
+    stages: Sequence[Stage],
+    hops: Sequence[LinkSpeed],
+    *,
+    prompt_tokens: int,
+    output_tokens: int,
+    concurrency: int,
+    chunk_tokens: int,
+    queue_seconds: float = 0.0,
+) -> Prediction:
+    """All of it, for one placement.
+
+    Args:
+        model: what it asks.
+        stages: in pipeline order.
+        hops: from each stage to the next and, last, from the last back to the head; empty for one stage.
+        prompt_tokens: of a typical request.
+        output_tokens: of a typical request; the mean context of a step is the prompt and half of these.
+        concurrency: sessions at once, for the throughput.
+        chunk_tokens: prefill chunk.
+        queue_seconds: wait before the prefill starts.
+    """
+    assert len(hops) == (len(stages) if len(stages) > 1 else 0), "one hop per stage, the way back among them"
+    context = prompt_tokens + output_tokens / 2
+    steps = [decode_time(model, stage, 1, context) for stage in stages]
+    single = decode_hops(model, hops, 1)
+    return Prediction(
+        ttft_seconds=ttft_seconds(model, stages, hops, prompt_tokens, chunk_tokens, queue_seconds),
+        compute_seconds=fsum(step.compute_seconds for step in steps),
+        link_seconds=fsum(step.link_seconds for step in steps) + fsum(single),
+        overhead_seconds=fsum(step.overhead_seconds for step in steps),
+        tokens_per_second=tokens_per_second(model, stages, hops, concurrency, context),
+        stage_seconds=tuple(step.seconds for step in steps),
+        hop_seconds=single,
+    )
+
+
+# --- 10: warm -----------------------------------------------------------------------------------
+
+
+def worth_moving(now_seconds: float, then_seconds: float, hysteresis: float = HYSTERESIS) -> bool:
+    """Whether a running placement should give way to one whose objective is `then_seconds`."""
+    return now_seconds - then_seconds > hysteresis * now_seconds
+
+
+def moving_seconds(bytes_to_move: float, disk_bytes_per_second: float, link: LinkSpeed | None) -> float:
+    """Until the moved layers are there: from disk, or from a peer over the slower of link and disk."""
+    rate = disk_bytes_per_second if link is None else min(disk_bytes_per_second, link.bandwidth_bytes_per_second)
+    return bytes_to_move / rate
+
+
+def _power(base: float, exponent: int) -> float:
+    """`base ** exponent` by squaring: libm's `pow` differs in its last bit between platforms."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
