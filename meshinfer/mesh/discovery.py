@@ -6,7 +6,7 @@ start nor its end holds up the trio loop. Two things are not its defaults:
 
 - It skips probing for a name conflict (`cooperating_responders`). Our instance name is the hash of a
   public key, so there is none; and probing would take 1.3 s of the 2 s in which agents are to find
-  each other (measured on loopback and on a bare veth: 1.3 to 1.5 s with it, 0.1 to 0.5 s without).
+  each other (measured on loopback and on a bare veth: 1.3 to 1.5 s with it, 0.5 s without).
 - It is given the interfaces one by one: exactly the hosts that the transport says it can be dialled
   at. That needs no default route and no name server, and leaves out bridges to containers. They are
   looked at again every few seconds, and when they have changed the responder is made anew, which
@@ -19,6 +19,7 @@ any further. The handshake decides who is who. Of another mesh, a person is told
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -127,16 +128,17 @@ class Discovery:
         token = trio.lowlevel.current_trio_token()
         responder: _Responder | None = None
         announced: tuple[str, ...] = ()
+        complaint = ""
         try:
             while True:
                 addresses = tuple(address for address in self.addresses() if ip_of(address) is not None)
-                if addresses != announced or responder is None:
+                if addresses != announced or complaint:
                     announced = addresses
                     await _close(responder)
                     responder = _Responder(self.own, addresses, lambda hint: self._hand_over(token, hint))
-                    await trio.to_thread.run_sync(responder.open)
-                    if not responder.is_open:
-                        responder = None
+                    said, complaint = complaint, await trio.to_thread.run_sync(responder.open)
+                    if complaint and complaint != said:
+                        log.warning("discovery: %s; looking again every %g s", complaint, RECHECK_SECONDS)
                 await trio.sleep(RECHECK_SECONDS)
         finally:
             with trio.move_on_after(CLOSE_SECONDS + 1, shield=True):
@@ -168,17 +170,12 @@ class _Responder:
         self._zeroconf: Zeroconf | None = None
         self._closing = threading.Event()
 
-    @property
-    def is_open(self) -> bool:
-        return self._zeroconf is not None
-
-    def open(self) -> None:
-        """Announce and listen; if the network refuses, a warning, and the caller tries again later."""
+    def open(self) -> str:
+        """Announce and listen. Empty if all went well, else what is wrong; nothing is left open then."""
         hosts = [parse_address(address)[0] for address in self._addresses]
         interfaces = [host for host in hosts if ":" not in host]
         if not interfaces:
-            log.warning("no usable network interface; looking again in %g s", RECHECK_SECONDS)
-            return
+            return "no network interface with an IPv4 address"
         # A node has one port; SRV has room for one.
         port = parse_address(self._addresses[0])[1]
         service = ServiceInfo(
@@ -193,6 +190,8 @@ class _Responder:
                 "node": self._own.node_id,
                 "name": self._own.name[:MAX_TEXT],
                 "version": self._own.version[:MAX_TEXT],
+                # Others' caches take an unchanged record for no news; a restarted node wants to be dialled.
+                "start": secrets.token_hex(4),
             },
         )
         zeroconf = None
@@ -201,11 +200,11 @@ class _Responder:
             zeroconf.register_service(service, cooperating_responders=True)
             ServiceBrowser(zeroconf, SERVICE, handlers=[self._on_change])
         except Exception as error:  # noqa: BLE001 - OSError and a dozen of zeroconf's own; without it the mesh lives on
-            log.warning("discovery on %s failed (%s); trying again in %g s", interfaces, error, RECHECK_SECONDS)
             if zeroconf is not None:
                 zeroconf.close()
-            return
+            return f"multicast DNS on {', '.join(interfaces)} failed: {error!r}"
         self._zeroconf = zeroconf
+        return ""
 
     def close(self) -> None:
         self._closing.set()

@@ -36,6 +36,9 @@ PING_DEADLINE_SECONDS = 2.0
 LOSS_WINDOW = 40
 """Pings that `loss` looks back on: 20 s."""
 STEADY_SHARE = 0.2
+WARM_UP_ANSWERS = 2
+"""The first ping pays for opening a stream (3 ms and more), often beside a start that keeps the machine busy: 67 ms were
+seen where 2 ms are true. So it is shown until there is another, and then counts no more."""
 MAX_RTT_SECONDS = 3600.0
 
 
@@ -47,6 +50,7 @@ class LinkEstimate:
         self.jitter_seconds = 0.0
         self.measured_at: float | None = None
         """When the last answer came; None before the first."""
+        self._answers = 0
         self._outcomes: deque[bool] = deque(maxlen=LOSS_WINDOW)
         self._said = (0.0, 0.0)
 
@@ -56,7 +60,8 @@ class LinkEstimate:
         return self._outcomes.count(False) / len(self._outcomes) if self._outcomes else 0.0
 
     def answered(self, rtt_seconds: float, now: float) -> None:
-        if self.measured_at is None:
+        self._answers += 1
+        if self._answers <= WARM_UP_ANSWERS:
             self.rtt_seconds, self.jitter_seconds = rtt_seconds, rtt_seconds / 2
         else:
             self.jitter_seconds += (abs(self.rtt_seconds - rtt_seconds) - self.jitter_seconds) / 4

@@ -270,7 +270,11 @@ def test_a_card_too_large_to_announce_is_refused_and_stays_as_it_was(tmp_path: P
 def test_a_link_is_smoothed_and_steady() -> None:
     estimate = LinkEstimate()
     assert estimate.link(A, B, 0) is None
-    estimate.answered(0.010, 1.0)
+    estimate.answered(0.090, 0.5)
+    slow = estimate.link(A, B, 0.5)
+    assert slow is not None
+    assert slow.rtt_seconds == 0.090
+    estimate.answered(0.010, 1.0)  # the first paid for opening the stream, and is forgotten
     first = estimate.link(A, B, 1.5)
     assert first is not None
     assert (first.rtt_seconds, first.jitter_seconds, first.age_seconds) == (0.010, 0.005, 0.5)
