@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from meshinfer.base.bounds import between, finite, sized
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, PlacementId
 from meshinfer.topology.placement import Placement
+from meshinfer.topology.speed import NodeSpeed
 
 Count = Annotated[int, between(0, 2**63 - 1)]
 ShortText = Annotated[str, sized(0, 128)]
@@ -53,6 +54,15 @@ class HeldModel:
 
 
 @dataclass(frozen=True, slots=True)
+class KindSpeed:
+    """How fast the node computes with weights of one kind."""
+
+    kind: ShortText
+    """As `ModelCard.weight_kind` names it: `float32`, `bfloat16`, `q4g32`, `q8g64`, …"""
+    speed: NodeSpeed
+
+
+@dataclass(frozen=True, slots=True)
 class NodeCard:
     """All that a node says of itself."""
 
@@ -84,6 +94,8 @@ class NodeCard:
     placements: Annotated[tuple[Placement, ...], sized(0, 64)] = ()
     """The placements that `seats` belong to, whole, so that one card explains itself."""
     leaving: bool = False
+    speeds: Annotated[tuple[KindSpeed, ...], sized(0, 16)] = ()
+    """Measured on this machine with its own engine; empty until it is."""
 
     @property
     def order(self) -> tuple[int, int]:

@@ -25,3 +25,7 @@ class Link:
     """Share of the last probes that had no answer within their deadline."""
     age_seconds: Annotated[float, finite(0)] = 0.0
     """Since the last measurement, on the source's own clock, when it was sent."""
+    channel_rtt_seconds: Annotated[float, between(0, 3600)] = 0.0
+    """Median round trip of a 4 KiB frame on a channel of the kind that carries activations; 0: not measured."""
+    message_seconds: Annotated[float, between(0, 3600)] = 0.0
+    """Of that, what the software at both ends takes; 0: not measured."""
