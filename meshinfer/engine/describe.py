@@ -28,9 +28,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from meshinfer.base.errors import BadInput
 from meshinfer.base.ids import ModelId
 from meshinfer.engine.headers import TensorFile, read_model_files
-from meshinfer.engine.loader import open_model, parameters_of, parameters_read_by, vocabulary_of
+from meshinfer.engine.loader import names_by_layer, open_model, parameters_read_by, vocabulary_of
 from meshinfer.engine.stage import Stage
-from meshinfer.engine.structure import Structure, arrays_in, layers_of
+from meshinfer.engine.structure import Structure, arrays_in
 from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
 
 _READ_BYTES = 2**20
@@ -132,10 +132,10 @@ def _shares(model: nn.Module, structure: Structure) -> _Shares:
         finally:
             stage.release()
     used = {name: array for stage in read for name, array in stage.items()}
-    layer_ids = [{id(array) for array in parameters_of(layer).values()} for layer in layers_of(model)]
-    layers = tuple(tuple(array for array in used.values() if id(array) in ids) for ids in layer_ids)
-    inside: set[int] = set().union(*layer_ids)
-    outside = [{name for name, array in stage.items() if id(array) not in inside} for stage in read]
+    names = names_by_layer(model)
+    layers = tuple(tuple(array for name, array in used.items() if name in own) for own in names)
+    inside: frozenset[str] = frozenset().union(*names)
+    outside = [stage.keys() - inside for stage in read]
     everywhere: set[str] = set().union(*outside[1:-1])
     first, last = outside[0] - everywhere, (outside[-1] - everywhere if cuts else set[str]())
     return _Shares(

@@ -115,6 +115,12 @@ def parameters_of(model: nn.Module) -> dict[str, mx.array]:
     return dict(flat)
 
 
+def names_by_layer(model: nn.Module) -> list[frozenset[str]]:
+    """Paths of each layer's parameters. Names, since some models replace a parameter while they run (gemma3n)."""
+    name_of = {id(array): name for name, array in parameters_of(model).items()}
+    return [frozenset(name_of[id(array)] for array in parameters_of(layer).values()) for layer in layers_of(model)]
+
+
 def parameters_read_by(stage: Stage) -> dict[str, mx.array]:
     """Those of the model's parameters that a step of `stage` reads, learnt from the graph of one."""
     parameters = parameters_of(stage.model)
@@ -155,12 +161,12 @@ def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _by_layer(model: nn.Module, wanted: Mapping[str, mx.array]) -> list[list[mx.array]]:
-    """The wanted parameters, one group per layer, and one of all others first."""
-    layer_arrays = [{id(array) for array in parameters_of(layer).values()} for layer in layers_of(model)]
-    groups = [[array for array in wanted.values() if id(array) in ids] for ids in layer_arrays]
-    inside: set[int] = set().union(*layer_arrays)
-    others = [array for array in wanted.values() if id(array) not in inside]
-    return [group for group in (others, *groups) if group]
+    """The wanted parameters: first those that are of no layer, then one group per layer."""
+    names = names_by_layer(model)
+    inside: frozenset[str] = frozenset().union(*names)
+    groups = [[array for name, array in wanted.items() if name not in inside]]
+    groups += [[array for name, array in wanted.items() if name in own] for own in names]
+    return [group for group in groups if group]
 
 
 def _read(directory: Path, arrays: list[mx.array]) -> None:

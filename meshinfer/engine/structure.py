@@ -292,8 +292,10 @@ def _cut_points(calls: Sequence[_Call], layers: Sequence[LayerWiring]) -> tuple[
 
 
 def _reach_across(calls: Sequence[_Call], layers: Sequence[LayerWiring]) -> list[tuple[int, int]]:
-    """(producer, consumer) for every argument of a layer that depends on an earlier layer otherwise than through the
-    arrays that the layer before hands on: no cut in (producer, consumer]."""
+    """(producer, consumer) wherever a layer's argument depends on an earlier layer: no cut in (producer, consumer].
+
+    But for the arrays that the layer before hands on: those cross a cut.
+    """
     given: list[tuple[int, mx.array]] = []
     for index, call in enumerate(calls):
         direct = {slot for slot, _ in layers[index].carried_slots} if index else {0}
