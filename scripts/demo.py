@@ -56,10 +56,14 @@ from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.topology.card import HeldModel, NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.transport.mesh_key import new_join_code
+from meshinfer.wire.messages import ModelInfo
 
 MODEL = ModelId("smollm2-135m")
 QUESTION = "What is the capital of France?"
 EXPECTED = "Paris"
+# For the figures: an answer long enough that one slow step does not decide them.
+LONG_QUESTION = "Explain in a few sentences what a laptop is."
+LONG_TOKENS = 64
 NAMES = ("anna", "ben", "chris")
 
 # One conversation of half a page. Small, so that the weights and not the cache decide where the model fits.
@@ -175,15 +179,17 @@ class Agent:
 class Agents:
     """All agents that were started; leaving the context ends every one."""
 
-    def __init__(self, root: Path, store: Path) -> None:
-        self.root, self.store = root, store
+    def __init__(self, root: Path, cache: Path) -> None:
+        self.root = root
+        self.cache = cache
+        """The home whose models they all use."""
         self.all: list[Agent] = []
 
     def start(self, name: str, key_file: Path, *options: str) -> Agent:
         home = self.root / name
         home.mkdir()
         # The machine has one disk, so the three share the model's files; every runner reads its own layers only.
-        (home / "models").symlink_to(self.store)
+        (home / "models").symlink_to(self.cache / "models")
         command = [sys.executable, "-m", "meshinfer.cli", "up", "--json", "--home", str(home), "--name", name]
         command += ["--mesh-key-file", str(key_file), "--api-port", "0"]
         command += ["--context", str(CONTEXT_TOKENS), "--concurrency", str(CONCURRENCY), *options]
@@ -205,6 +211,8 @@ class Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for agent in self.all:
+            agent.process.terminate()
         for agent in self.all:
             agent.stop()
 
@@ -270,13 +278,14 @@ def title(text: str) -> None:
     screen.print(Rule(f"[bold]{text}[/]", align="left", style="dim"))
 
 
-def fetch_model() -> Path:
-    """The store that all agents share, with the model in it."""
-    home = platformdirs.user_cache_path("meshinfer-demo", appauthor=False)
+def fetch_model(home: Path) -> ModelInfo:
+    """Puts the model into that home's store, unless it is there from an earlier run."""
     command = [sys.executable, "-m", "meshinfer.cli", "models", "pull", MODEL, "--home", str(home)]
     if subprocess.run(command, timeout=PULL_SECONDS, check=False).returncode:
         raise DemoFailedError(f"{MODEL} cannot be pulled; its message is above")
-    return home / "models"
+    info = ModelStore(home / "models").info(MODEL)
+    assert info is not None
+    return info
 
 
 def everybody(agents: list[Agent]) -> dict[str, Any] | None:
@@ -303,21 +312,53 @@ def put(text: str) -> None:
     screen.file.flush()
 
 
+def ask(agent: Agent, text: str, max_tokens: int, show: Callable[[str], None]) -> Answer:
+    # Temperature 0: the likeliest token each time, so that the same model says the same words however it is split.
+    dials = Dials(agent.url, "", MODEL, max_tokens=max_tokens, temperature=0, seed=None)
+    return ask_model(dials, [{"role": "user", "content": text}], show)
+
+
 def question(agent: Agent) -> Answer:
     """Ask, and show the answer as it comes."""
     screen.print(f"[dim]{agent.name} is asked:[/] {QUESTION}")
     put(f"{agent.name}: ")
-    # Temperature 0: the likeliest token each time, so that the same model says the same words however it is split.
-    answer = ask_model(Dials(agent.url, "", MODEL, max_tokens=48, temperature=0, seed=None), [user(QUESTION)], put)
+    answer = ask(agent, QUESTION, 48, put)
     put("\n")
-    screen.print(f"[dim]{answer.footer()}[/]")
     if EXPECTED not in answer.text:
         raise DemoFailedError(f"the answer does not name {EXPECTED}")
     return answer
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+@dataclass(frozen=True)
+class Measured:
+    """The shown answer, and a longer one for the figures."""
+
+    shown: Answer
+    long: Answer
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        return self.shown.text, self.long.text
+
+    def to_json(self, stages: int) -> dict[str, Any]:
+        return {
+            "stages": stages,
+            "text": self.shown.text,
+            "ttft_seconds": round(self.shown.ttft_seconds, 3),
+            "prompt_tokens": self.shown.prompt_tokens,
+            "tokens_per_second": round(self.long.tokens_per_second, 2),
+            "completion_tokens": self.long.completion_tokens,
+        }
+
+
+def measure(agent: Agent) -> Measured:
+    shown = question(agent)
+    measured = Measured(shown, ask(agent, LONG_QUESTION, LONG_TOKENS, lambda _: None))
+    screen.print(
+        f"[dim]first token after {format_seconds(shown.ttft_seconds)}; {measured.long.tokens_per_second:.1f} tokens/s "
+        f"over another answer of {measured.long.completion_tokens}[/]"
+    )
+    return measured
 
 
 def place(agent: Agent, workload: Workload) -> Any:
@@ -338,101 +379,101 @@ def show_placement(agent: Agent, instance: Any) -> None:
     screen.print(layers_of(instance, get(agent.url, "", "/topology")["nodes"]))
 
 
-def tell(root: Path, keep: bool) -> dict[str, Any]:
+def tell(agents: Agents) -> dict[str, Any]:
     """The whole story; its figures."""
     title(f"A model: {MODEL}")
-    store = fetch_model()
-    info = ModelStore(store).info(MODEL)
-    assert info is not None
+    info = fetch_model(agents.cache)
     stage = choose_stage(info.card)
     screen.print(
         f"{info.card.layer_count} layers, {format_bytes(sum(file.size_bytes for file in info.files))} of files. "
         f"Each agent may use {format_bytes(stage.memory_bytes)}: no one holds the model, any two just do."
     )
 
-    with Agents(root, store) as agents:
-        title("Three agents find each other")
-        trio_key = key_file(root, "join-code")
-        began = time.monotonic()
-        mesh = [agents.start(name, trio_key, "--loopback", "--memory", str(stage.memory_bytes)) for name in NAMES]
-        for agent in mesh:
-            agent.wait_started()
-        up = time.monotonic()
-        nodes = wait_for("the agents find each other", MEET_SECONDS, lambda: everybody(mesh))
-        met_seconds = time.monotonic() - up
-        screen.print(links_table(nodes))
-        screen.print(f"[dim]started in {format_seconds(up - began)}, met {format_seconds(met_seconds)} later[/]")
+    title("Three agents find each other")
+    code = key_file(agents.root, "join-code")
+    began = time.monotonic()
+    mesh = [agents.start(name, code, "--loopback", "--memory", str(stage.memory_bytes)) for name in NAMES]
+    for agent in mesh:
+        agent.wait_started()
+    up = time.monotonic()
+    nodes = wait_for("the agents find each other", MEET_SECONDS, lambda: everybody(mesh))
+    met_seconds = time.monotonic() - up
+    screen.print(links_table(nodes))
+    screen.print(f"[dim]started in {format_seconds(up - began)}, met {format_seconds(met_seconds)} later[/]")
 
-        first = stage.first
-        title(f"Where it goes, for {first.concurrency} conversations of {first.context_tokens} tokens")
-        params = {"model_id": MODEL, "context": first.context_tokens, "concurrency": first.concurrency}
-        answer = get(mesh[0].url, "", "/instance/previews", params)
-        screen.print(previews(answer["previews"], nodes))
-        instance = place(mesh[0], first)
-        show_placement(mesh[0], instance)
-        seats = instance["placement"]["seats"]
-        if len({seat["node_id"] for seat in seats}) != len(NAMES):
-            raise DemoFailedError("the model was not split over all three nodes")
+    first = stage.first
+    title(f"Where it goes, for {first.concurrency} conversations of {first.context_tokens} tokens")
+    params = {"model_id": MODEL, "context": first.context_tokens, "concurrency": first.concurrency}
+    answer = get(mesh[0].url, "", "/instance/previews", params)
+    screen.print(previews(answer["previews"], nodes))
+    instance = place(mesh[0], first)
+    show_placement(mesh[0], instance)
+    seats = instance["placement"]["seats"]
+    if len({seat["node_id"] for seat in seats}) != len(NAMES):
+        raise DemoFailedError("the model was not split over all three nodes")
 
-        head = next(agent for agent in mesh if agent.node_id == seats[0]["node_id"])
-        asked = next(agent for agent in mesh if agent is not head)
-        title(f"A question to {asked.name}; the head is at {head.name}")
-        split = question(asked)
+    head = next(agent for agent in mesh if agent.node_id == seats[0]["node_id"])
+    asked = next(agent for agent in mesh if agent is not head)
+    title(f"A question to {asked.name}; the head is at {head.name}")
+    split = measure(asked)
 
-        title("The same question to one unsplit process")
-        alone = agents.start("solo", key_file(root, "other-code"), "--no-discovery", "--memory", "4GiB")
-        alone.wait_started()
-        place(alone, first)
-        whole = question(alone)
-        alone.stop()
-        if split.text != whole.text:
-            raise DemoFailedError(f"split, the model says {split.text!r}; whole, {whole.text!r}")
-        compare(split, whole)
+    title("The same question to one unsplit process")
+    alone = agents.start("solo", key_file(agents.root, "other-code"), "--no-discovery", "--memory", "4GiB")
+    alone.wait_started()
+    place(alone, first)
+    whole = measure(alone)
+    alone.stop()
+    if split.texts != whole.texts:
+        raise DemoFailedError(f"split, the model says {split.texts}; whole, {whole.texts}")
+    compare(split, whole)
 
-        title(f"{head.name} is killed")
-        killed = time.monotonic()
-        head.kill()
-        left = [agent for agent in mesh if agent is not head]
-        wait_for("the others notice", NOTICE_SECONDS, lambda: everybody(left))
-        noticed_seconds = time.monotonic() - killed
-        screen.print(f"[dim]noticed by both others after {format_seconds(noticed_seconds)}[/]")
-        again = question(asked)
-        instance = instance_at(asked, "ready")
-        if instance is None or holds(head, instance):
-            raise DemoFailedError("the model was not placed anew on who is left")
-        show_placement(asked, instance)
-        if again.text != whole.text:
-            raise DemoFailedError(f"placed anew, the model says {again.text!r} instead of {whole.text!r}")
+    title(f"{head.name} is killed")
+    killed = time.monotonic()
+    head.kill()
+    left = [agent for agent in mesh if agent is not head]
+    wait_for("the others notice", NOTICE_SECONDS, lambda: everybody(left))
+    noticed_seconds = time.monotonic() - killed
+    screen.print(
+        f"[dim]noticed by both others after {format_seconds(noticed_seconds)}; the next question places the model "
+        f"on who is left, for {CONCURRENCY} conversation instead of {first.concurrency}[/]"
+    )
+    again = measure(asked)
+    instance = instance_at(asked, "ready")
+    if instance is None or holds(head, instance):
+        raise DemoFailedError("the model was not placed anew on who is left")
+    show_placement(asked, instance)
+    if again.texts != whole.texts:
+        raise DemoFailedError(f"placed anew, the model says {again.texts}; whole, {whole.texts}")
 
-        figures = {
-            "model": MODEL,
-            "memory_bytes_per_agent": stage.memory_bytes,
-            "start_seconds": round(up - began, 2),
-            "met_seconds": round(met_seconds, 2),
-            "noticed_seconds": round(noticed_seconds, 2),
-            "split": {"stages": len(seats), **split.to_json(MODEL)},
-            "whole": {"stages": 1, **whole.to_json(MODEL)},
-            "after_kill": {"stages": len(instance["placement"]["seats"]), **again.to_json(MODEL)},
-        }
-        if keep:
-            title("The mesh stays up until Ctrl-C")
-            for agent in left:
-                screen.print(f"{agent.name}   {agent.url}/v1   (meshinfer status --api {agent.url})", soft_wrap=True)
-            signal.alarm(0)
-            wait_for_the_end()
-        return figures
+    return {
+        "model": MODEL,
+        "memory_bytes_per_agent": stage.memory_bytes,
+        "start_seconds": round(up - began, 2),
+        "met_seconds": round(met_seconds, 2),
+        "noticed_seconds": round(noticed_seconds, 2),
+        "split": split.to_json(len(seats)),
+        "whole": whole.to_json(1),
+        "after_kill": again.to_json(len(instance["placement"]["seats"])),
+    }
 
 
-def compare(split: Answer, whole: Answer) -> None:
+def compare(split: Measured, whole: Measured) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("", "FIRST TOKEN AFTER", "TOKENS/S"):
         table.add_column(heading, justify="right" if heading else "left")
     for label, answer in (("three stages", split), ("one process", whole)):
-        table.add_row(label, format_seconds(answer.ttft_seconds), f"{answer.tokens_per_second:.1f}")
+        table.add_row(label, format_seconds(answer.shown.ttft_seconds), f"{answer.long.tokens_per_second:.1f}")
     screen.print(table)
+    screen.print("[dim]The same words, token by token.[/]")
 
 
-def wait_for_the_end() -> None:
+def stay(agents: Agents) -> None:
+    """Until Ctrl-C."""
+    title("The mesh stays up until Ctrl-C")
+    for agent in agents.all:
+        if agent.process.poll() is None:
+            screen.print(f"{agent.name}   {agent.url}/v1   (meshinfer status --api {agent.url})", soft_wrap=True)
+    signal.alarm(0)
     try:
         signal.pause()
     except KeyboardInterrupt:
@@ -451,8 +492,8 @@ def give_up(*_: object) -> None:
 
 
 def end(*_: object) -> None:
-    # An exit that unwinds the stack, so that agents are ended then, too. 128 + SIGTERM.
-    sys.exit(143)
+    # Unwinds the stack, so that agents are ended then, too.
+    raise SystemExit
 
 
 def main() -> int:
@@ -464,19 +505,24 @@ def main() -> int:
     signal.signal(signal.SIGTERM, end)
     signal.alarm(int(RUN_SECONDS))
     root = Path(tempfile.mkdtemp(prefix="meshinfer-demo-"))
+    cache = platformdirs.user_cache_path("meshinfer-demo", appauthor=False)
     try:
-        figures = tell(root, options.keep)
+        with Agents(root, cache) as agents:
+            figures = tell(agents)
+            if options.json:
+                options.json.write_text(json.dumps(figures, indent=2) + "\n")
+            screen.print("\n[bold green]All of that happened.[/]")
+            if options.keep:
+                stay(agents)
     except (DemoFailedError, MeshinferError, subprocess.TimeoutExpired) as error:
         show_logs(root)
         screen.print(f"\n[bold red]The demo failed:[/] {error}\nThe logs are in {root}", soft_wrap=True)
         return 1
-    except KeyboardInterrupt:
-        screen.print("\nstopped")
-        return 130
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    except (KeyboardInterrupt, SystemExit) as early:
+        shutil.rmtree(root, ignore_errors=True)
+        screen.print("\nended early")
+        return 130 if isinstance(early, KeyboardInterrupt) else 143  # 128 + the signal
     shutil.rmtree(root, ignore_errors=True)
-    screen.print("\n[bold green]All of that happened.[/]")
     return 0
 
 
