@@ -11,11 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
-
 from meshinfer.base.bounds import between
 
-Rate = Annotated[float, Meta(gt=0, le=1e18)]
+Rate = Annotated[float, between(1e-3, 1e18)]
 Seconds = Annotated[float, between(0, 3600)]
 
 
