@@ -57,6 +57,7 @@ from meshinfer.mesh.view import MergeResult, View, ViewStatistics
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.link import Link
+from meshinfer.transport.addresses import parse_address
 from meshinfer.transport.base import GossipReceived, PeerConnected, PeerDisconnected, Transport
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,12 @@ class Mesh:
             settings: see there.
             rng: spreads retries, picks whom to ask.
             on_another_mesh: called once for each other mesh that is heard on this network; logged if None.
+
+        Raises:
+            BadInput: a seed is no address.
         """
+        for seed in settings.seeds:
+            parse_address(seed)
         self._transport, self._own_card, self._settings = transport, own_card, settings
         self._own = transport.node_id
         self._on_another_mesh = on_another_mesh or _log_another_mesh
