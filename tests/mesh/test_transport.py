@@ -116,14 +116,21 @@ def node_id_of_keys(keys) -> str:
     return ID.from_pubkey(keys.public_key).to_base58()
 
 
-async def test_a_second_agent_in_one_home_is_refused(nodes: Nodes, tmp_path):
+def test_a_second_agent_in_one_home_is_refused(tmp_path):
+    with (
+        one_agent(tmp_path / "home"),
+        pytest.raises(BadInput, match=rf"another agent \(pid {os.getpid()}\) runs in"),
+        one_agent(tmp_path / "home"),
+    ):
+        pass
+    with one_agent(tmp_path / "home"):
+        pass
+
+
+async def test_a_node_that_starts_again_is_the_same_node(nodes: Nodes):
     first = await nodes.start("home")
-    second = nodes.make("home")
-    assert second.node_id == first.node_id
-    with pytest.raises(BadInput, match=rf"another agent \(pid {os.getpid()}\) runs in"):
-        await second.run()
     await nodes.stop(first)
-    await nodes.start("home")
+    assert (await nodes.start("home")).node_id == first.node_id
 
 
 def test_a_lock_dies_with_its_process(tmp_path):
@@ -474,5 +481,4 @@ async def test_starting_can_be_cancelled_anywhere(nodes: Nodes, checkpoints):
             for _ in range(checkpoints):
                 await trio.lowlevel.checkpoint()
             scope.cancel()
-    with one_agent(nodes.directory / "home"):
-        pass
+    await nodes.start("home")
