@@ -206,6 +206,7 @@ class Membership:
         effects = self._pass_time(now) if self._next is not None and self._next <= now else []
         if not isinstance(event, TimePassed):
             effects += self._take_in(event, now)
+            effects += self._pass_time(now)  # a third ping without an answer may have made silence long enough
         due = (due for member in self._members.values() if (due := self._due(member)) is not None)
         self._next = min(due, default=None)
         return effects
@@ -224,9 +225,9 @@ class Membership:
                 if member and member.state == "left" and member.incarnation > member.left_incarnation:
                     effects += self._apply(node, "returned", now, "connected again")
                 effects += self._apply(node, "connected", now, "connected")
-                self._bound()
                 self._members[node].connected = True
                 self._members[node].unanswered = 0
+                self._bound()
             case Disconnected(node) if member and member.connected:
                 member.connected, member.unanswered = False, 0
                 if member.state in ("alive", "suspect"):
