@@ -26,6 +26,7 @@ from meshinfer.engine.stepping import Stepper
 from meshinfer.pipeline.channel import Channel
 from meshinfer.pipeline.errors import PipelineBroken
 from meshinfer.pipeline.patience import Patience
+from meshinfer.planning.memory import PROMPTS_AT_ONCE
 from meshinfer.wire.frames import Frame, FrameKind
 from meshinfer.wire.records import RUNNER_RECORDS, OpenSession, Prefilled, RunnerRecord, SessionFailed
 from meshinfer.wire.runner_control import LoadSeat
@@ -33,9 +34,6 @@ from meshinfer.wire.steps import MAX_STARTED, SessionStart, StepAnswer, StepCont
 
 MAX_WAITING = 64
 """Sessions that wait for room; as many as an origin accepts requests. More are sent elsewhere with no_room."""
-PROMPTS_AT_ONCE = 4
-"""Prompts read in one step, a chunk of each, so that a short one need not wait for a long one. More would hold
-up the running sessions' next token longer. One, where a model's state does not tolerate padding."""
 
 
 @dataclass(slots=True)
@@ -53,6 +51,8 @@ class _Pending:
     step: int
     control: StepControl
     sent_at: float
+    was_idle: bool
+    """Nothing else was on its way when it was sent."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -100,11 +100,12 @@ class Head:
         """The last stage said so, and they are still in the batcher."""
         self._tokens: list[int] = []
         """Of the step that samples, once it is answered; in the order of its rows."""
-        self._patience = Patience()
+        self._patience = Patience(self._stages)
         self._batcher = Batcher(
             self._forward,
             self._take_tokens,
             max_rows=self._max_running,
+            # One, where a model's state does not tolerate padding.
             prompts_at_once=min(PROMPTS_AT_ONCE, self._max_running) if stepper.tolerates_padding else 1,
             chunk_tokens=load.prefill_chunk_tokens,
         )
@@ -218,7 +219,9 @@ class Head:
             raise ProtocolError(f"an answer to step {step}", expected=f"to {[p.step for p in self._pending][:1]}")
         pending = self._pending.popleft()
         now = time.monotonic()
-        self._patience.observe(pending.chunk_tokens, now - max(pending.sent_at, self._answered_at))
+        own_seconds = now - max(pending.sent_at, self._answered_at)
+        if pending.control.cache:  # one that runs nothing says nothing of the others
+            self._patience.observe(pending.chunk_tokens, own_seconds, was_idle=pending.was_idle)
         self._answered_at = now
         rows = pending.control.rows
         if pending.control.samples:
@@ -273,7 +276,7 @@ class Head:
         if forward is not None:
             control = StepControl(brought, forward.cache, forward.rows, forward.samples, started, ended)
         self._step += 1
-        pending = _Pending(self._step, control, time.monotonic())
+        pending = _Pending(self._step, control, time.monotonic(), was_idle=not self._pending)
         self._pending.append(pending)
         self._run_step(self._step, control, None if forward is None else forward.tokens)
         pending.sent_at = time.monotonic()

@@ -22,6 +22,10 @@ from meshinfer.topology.placement import Placement
 PREFILL_CHUNK_TOKENS = 512
 """Unless the caller says otherwise; the default of `config.Settings`."""
 
+PROMPTS_AT_ONCE = 4
+"""Prompts that the head reads in one step, a chunk of each, so that a short one need not wait for a long one. Each
+further one costs the activation peak of a chunk in every stage, and holds up the running sessions' next token."""
+
 # A card that does not say: four times the hidden size covers Llama, Qwen and SmolLM (2.7 to 3.5), not Gemma (8);
 # heads of 64 are the narrowest in common use, and narrow heads mean more of them.
 ASSUMED_MLP_RATIO = 4
@@ -53,17 +57,17 @@ def seat_memory(
 def activation_bytes(
     card: ModelCard, context_tokens: int, concurrency: int, computes_float32: bool, prefill_chunk_tokens: int
 ) -> int:
-    """Peak of one prefill chunk above weights and caches, the same in every stage.
+    """Peak of one prefill step above weights and caches, the same in every stage: a chunk of PROMPTS_AT_ONCE prompts.
 
-    Measured with Llama layers of width 576 to 1024 on the CPU engine, chunks of 256 and 512, contexts to 4096
-    (formula 57 to 110 MB, measured 32 to 104 MB above the chunk's own cache, within 10 %):
+    Measured with Llama layers of width 576 to 1024 on the CPU engine, chunks of 256 and 512, contexts to 4096, one
+    and four prompts: 32 to 104 MB above the step's own cache, and within 10 % of this sum:
     - 8 H + 4 I elements a token: residual stream, projections and MLP, inputs and outputs alive together;
     - the attention scores, heads × chunk × context, where no fused kernel keeps them in registers (CPU);
     - one layer's cache once more, because a cache grows by copying (`KVCache.step`).
     Decoding needs less. Logits do not count: only the last position's are computed, 4 V bytes a session.
     """
     element = 4 if computes_float32 else card.float_bytes_per_element
-    chunk = min(prefill_chunk_tokens, context_tokens)
+    chunk = min(prefill_chunk_tokens, context_tokens) * min(PROMPTS_AT_ONCE, concurrency)
     inner = card.intermediate_size or ASSUMED_MLP_RATIO * card.hidden_size
     heads = card.attention_heads or -(-card.hidden_size // ASSUMED_HEAD_WIDTH)
     stream = (8 * card.hidden_size + 4 * inner) * chunk * element

@@ -41,8 +41,9 @@ def value_of(kind, info=None):
         case msgspec.inspect.IntType(ge=low, le=high):
             low = -(2**63) if low is None else int(low)
             return st.integers(low, min(2**63 - 1, int(high)) if high is not None else 2**63 - 1)
-        case msgspec.inspect.FloatType(ge=low, le=high):
-            return st.floats(low, high, allow_nan=False, allow_infinity=low is None)
+        case msgspec.inspect.FloatType(gt=above, ge=low, le=high):
+            least = low if above is None else above
+            return st.floats(least, high, exclude_min=above is not None, allow_nan=False, allow_infinity=least is None)
         case msgspec.inspect.StrType(min_length=low, max_length=high):
             return st.text(st.characters(codec="utf-8"), min_size=low or 0, max_size=_few(low, high))
         case msgspec.inspect.BytesType(min_length=low, max_length=high):

@@ -96,10 +96,16 @@ def test_sixty_one_layers_on_two_equal_nodes():
 
 
 @pytest.mark.parametrize(
-    ("layers", "chunk", "context", "measured_mb"),
-    [(4, 512, 2048, 62.6), (8, 512, 2048, 62.9), (4, 256, 2048, 32.0), (4, 512, 4096, 104.1)],
+    ("layers", "chunk", "context", "prompts", "measured_mb"),
+    [
+        (4, 512, 2048, 1, 62.6),
+        (8, 512, 2048, 1, 62.9),
+        (4, 256, 2048, 1, 32.0),
+        (4, 512, 4096, 1, 104.1),
+        (6, 256, 1024, 4, 86.7),
+    ],
 )
-def test_activation_peak_agrees_with_what_was_measured(layers, chunk, context, measured_mb):
+def test_activation_peak_agrees_with_what_was_measured(layers, chunk, context, prompts, measured_mb):
     """Llama layers of SmolLM2-135M's width on the CPU engine: peak above weights and the chunk's own cache."""
     card = model_card(
         [MIB] * layers,
@@ -109,7 +115,7 @@ def test_activation_peak_agrees_with_what_was_measured(layers, chunk, context, m
         attention_heads=9,
         vocab_size=2000,
     )
-    predicted = activation_bytes(card, context, 1, True, chunk) / 1e6
+    predicted = activation_bytes(card, context, prompts, True, chunk) / 1e6
     assert measured_mb <= predicted <= measured_mb * 1.2
 
 
