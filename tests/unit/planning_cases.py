@@ -44,7 +44,13 @@ def models(draw: st.DrawFn, most_layers: int = 7) -> ModelCard:
     )
     cuts = [point for point in range(1, count) if draw(st.integers(0, 3))]
     card = model_card((0,) * count, cut_points=cuts, tied_embeddings=draw(st.booleans()))
-    return replace(card, layers=layers, embedding=draw(tensor_bytes(4)), head=draw(tensor_bytes(4)))
+    return replace(
+        card,
+        layers=layers,
+        embedding=draw(tensor_bytes(4)),
+        head=draw(tensor_bytes(4)),
+        every_stage=draw(st.sampled_from([TensorBytes(), TensorBytes(MIB, MIB // 4, MIB // 2)])),
+    )
 
 
 @st.composite
