@@ -21,6 +21,7 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.rsa import create_new_key_pair as create_rsa_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.stream.exceptions import StreamEOF, StreamError
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
 from libp2p.security.security_multistream import SecurityMultistream
 
@@ -28,7 +29,7 @@ from meshinfer.base.errors import BadInput, DeadlineExceeded, MeshinferError, Pe
 from meshinfer.base.ids import NodeId
 from meshinfer.transport import addresses
 from meshinfer.transport.addresses import dialable_hosts, format_address, parse_address
-from meshinfer.transport.base import PeerConnected, PeerDisconnected
+from meshinfer.transport.base import GossipReceived, PeerConnected, PeerDisconnected
 from meshinfer.transport.home_lock import one_agent
 from meshinfer.transport.libp2p import hardening
 from meshinfer.transport.libp2p.connections import CountedTcp
@@ -323,6 +324,7 @@ async def test_a_peer_has_few_connections_and_the_newest_are_kept(nodes: Nodes):
     host, port = parse_address(server.addresses()[0])
     for _ in range(6):
         link = await client._connections.dial(host, port, None)
+        nodes.nursery.start_soon(client._connections.watch, link)
     await until(lambda: len(server._connections.of(peer_id_of(client.node_id))) == 3)
     assert server.peers() == {client.node_id}
     assert await client.call(server.node_id, "echo", b"newest", PATIENCE_SECONDS) == b"newest"
@@ -350,10 +352,61 @@ async def test_calls_move_to_a_newer_connection_and_those_under_way_end_on_the_o
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call)
         await asked.wait()
-        await client._connections.dial(*parse_address(server.addresses()[0]), None)
+        link = await client._connections.dial(*parse_address(server.addresses()[0]), None)
+        nodes.nursery.start_soon(client._connections.watch, link)
         assert await client.call(server.node_id, "echo", b"new", PATIENCE_SECONDS) == b"new"
         release.set()
     assert answers == [b"old"]
+
+
+async def test_gossip_goes_on_both_ways_after_a_stream_of_its_own_broke(nodes: Nodes):
+    """The library opens another and forgets that the peer had subscribed."""
+    one, other = await nodes.start("one"), await nodes.start("other")
+    await connect(one, other)
+    for author, reader in ((one, other), (other, one)) * 2:
+        await until(lambda author=author, reader=reader: peer_id_of(reader.node_id) in author._pubsub.peers)
+        await author._pubsub.peers[peer_id_of(reader.node_id)].reset()
+        before = reader.statistics().gossip_received
+        with trio.fail_after(PATIENCE_SECONDS):
+            while reader.statistics().gossip_received < before + 3:
+                await author.publish(b"still here")
+                await trio.sleep(0.05)
+
+
+async def test_gossip_is_heard_after_a_quick_restart(nodes: Nodes):
+    """The library counts from the second of its start; who restarts soon would pass for a repetition."""
+    reader = await nodes.start("reader")
+    for life in range(3):
+        author = await nodes.start("author")
+        await connect(author, reader)
+        heard: set[bytes] = set()
+        with trio.fail_after(PATIENCE_SECONDS):
+            while not heard:
+                for number in range(20):
+                    await author.publish(b"life %d, %d" % (life, number))
+                event = await next_event(reader, GossipReceived)
+                heard |= {event.payload} if event.payload.startswith(b"life %d" % life) else set()
+        await nodes.stop(author)
+        await until(lambda: not reader.peers())
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), ConnectionResetError(), trio.TooSlowError(), StreamEOF()])
+async def test_an_error_in_a_stream_handler_costs_that_stream_alone(nodes: Nodes, error):
+    """The library would end the whole node, or, for the last, leave a connection that only looks alive."""
+    server, client = await nodes.start("server"), await nodes.start("client")
+
+    async def fail(stream) -> None:
+        await stream.read(1)
+        raise error
+
+    server._host.set_stream_handler(TProtocol("/test/fails"), fail)
+    await connect(client, server)
+    for _ in range(3):
+        stream = await client._host.new_stream(peer_id_of(server.node_id), [TProtocol("/test/fails")])
+        await stream.write(b"x")
+        with trio.fail_after(PATIENCE_SECONDS), pytest.raises(StreamError):
+            await stream.read(1)
+        assert await client.call(server.node_id, "echo", b"well?", PATIENCE_SECONDS) == b"well?"
 
 
 # --- what keeps strangers out -------------------------------------------------------------------
@@ -418,13 +471,44 @@ async def test_open_meshes_find_each_other_and_nobody_else(nodes: Nodes):
         await one.dial(closed.addresses()[0], None, PATIENCE_SECONDS)
 
 
-def test_a_library_that_lost_a_name_we_need_is_refused_at_start(nodes_sync, monkeypatch):
+class Without:
+    """A part of the library, as if this name had never been in it."""
+
+    def __init__(self, whole: object, name: str) -> None:
+        self._whole, self._name = whole, name
+
+    def __getattr__(self, name: str) -> object:
+        if name == self._name:
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [
+        ("host", hardening._HOST_NAMES),
+        ("pubsub", hardening._PUBSUB_NAMES),
+        ("router", hardening._ROUTER_TASKS),
+        ("swarm", hardening._SWARM_NAMES),
+        ("upgrader", hardening._UPGRADER_NAMES),
+    ],
+)
+def test_a_library_that_lost_a_name_we_need_is_refused_at_start(nodes_sync, owner, names):
     assert importlib.metadata.version("libp2p") == hardening.PIN
-    monkeypatch.delattr("libp2p.pubsub.pubsub.Pubsub._replay_recent_messages")
-    with pytest.raises(
-        MeshinferError, match=rf"no Pubsub\._replay_recent_messages.*libp2p {hardening.PIN}.*pip install"
-    ):
-        nodes_sync.make("home")
+    for name in names:
+        made = nodes_sync.make("home")
+        host, swarm, pubsub, router = made._host, made._swarm, made._pubsub, made._router
+        hardening.check_names(host, pubsub, router)
+        if owner == "upgrader":
+            swarm.upgrader = Without(swarm.upgrader, name)
+        elif owner == "swarm":
+            host._network = Without(swarm, name)
+        else:
+            parts = {"host": host, "pubsub": pubsub, "router": router}
+            parts[owner] = Without(parts[owner], name)
+            host, pubsub, router = parts.values()
+        with pytest.raises(MeshinferError, match=rf"\.{name}, .*libp2p {hardening.PIN}.*pip install"):
+            hardening.check_names(host, pubsub, router)
 
 
 @pytest.fixture

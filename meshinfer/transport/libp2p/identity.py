@@ -23,6 +23,8 @@ _FILE = "identity.key"
 _PEER_ID_PREFIX = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
 _PEER_ID_BYTES = len(_PEER_ID_PREFIX) + 32
 _LONGEST_TEXT = 64
+# The same key signs Noise handshakes and gossip, each with a prefix of libp2p's; no signature may pass for another's.
+_SIGNING_PREFIX = b"meshinfer-signature:"
 
 
 def load_or_make_identity(home: Path) -> KeyPair:
@@ -74,11 +76,16 @@ def peer_id_of(node_id: NodeId) -> ID:
     raise ProtocolError(f"{node_id[:_LONGEST_TEXT]!r} is not a node id", expected="a peer id such as 12D3KooW…")
 
 
+def sign_with(keys: KeyPair, payload: bytes) -> bytes:
+    """64 bytes that `is_signed_by` accepts for the node of these keys, and for no other purpose of theirs."""
+    return keys.private_key.sign(_SIGNING_PREFIX + payload)
+
+
 def is_signed_by(author: NodeId, payload: bytes, signature: bytes) -> bool:
     """Whether `author` made `signature` over `payload`. Total: garbage gives False."""
     try:
         key = Ed25519PublicKey.from_bytes(peer_id_of(author).to_bytes()[len(_PEER_ID_PREFIX) :])
-        return key.verify(payload, signature)
+        return key.verify(_SIGNING_PREFIX + payload, signature)
     except Exception:  # noqa: BLE001 - three libraries parse what may be anything; not a signature is the answer to all
         return False
 

@@ -61,7 +61,7 @@ from meshinfer.transport.libp2p.hardening import (
     remove_identify,
     reset,
 )
-from meshinfer.transport.libp2p.identity import is_signed_by, load_or_make_identity, node_id_of, peer_id_of
+from meshinfer.transport.libp2p.identity import is_signed_by, load_or_make_identity, node_id_of, peer_id_of, sign_with
 from meshinfer.transport.mesh_key import MeshKey
 
 log = logging.getLogger(__name__)
@@ -211,6 +211,7 @@ class Libp2pTransport:
             self._listening = None
             self._connected.clear()  # no events: whoever read them is being stopped too
             self._lines.clear()
+            self._pubsub.seen_messages.stop()  # a thread
             for listener in listeners:
                 await trio.aclose_forcefully(listener)
 
@@ -400,7 +401,7 @@ class Libp2pTransport:
     # --- signatures -----------------------------------------------------------------------------
 
     def sign(self, payload: bytes) -> bytes:
-        return self._keys.private_key.sign(payload)
+        return sign_with(self._keys, payload)
 
     def verify(self, author: NodeId, payload: bytes, signature: bytes) -> bool:
         return is_signed_by(author, payload, signature)
