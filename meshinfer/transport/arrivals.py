@@ -1,0 +1,68 @@
+"""How fast the bytes of one frame came in: the second half of it, timed where it arrived.
+
+The receiver is the one who knows: a sender only sees how fast the kernel takes what it gives. And the
+second half is what counts: the first goes through TCP's slow start, through token buckets' savings and
+into empty buffers, so timed as a whole a frame says more about its beginning than about the link.
+
+A reader that comes late finds a full socket buffer and empties it at the speed of memory. So a frame whose
+first byte did not have to be waited for says nothing. Pure: times come in by the door.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WAITED_SECONDS = 200e-6
+"""A read that took this long has waited for the wire; one that finds its bytes at hand takes 10 µs with TLS."""
+MAX_MARKS = 512
+"""A TLS record is 16 KiB, so 8 MiB are timed record by record; of larger frames every other mark is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One frame's coming."""
+
+    total_bytes: int
+    whole_seconds: float
+    """From its first bytes to its last."""
+    half_bytes: int
+    half_seconds: float
+    """Its second half, as near as the reads allow; 0 if it came in one piece."""
+    waited: bool
+    """The reader was there before the first byte was."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """0: it cannot be told."""
+        return self.half_bytes / self.half_seconds if self.half_seconds > 0 else 0.0
+
+
+class Arrivals:
+    """Told of each read of one channel; gives each frame's `Arrival`."""
+
+    def __init__(self, now: float) -> None:
+        self._ready = now
+        """When the reader was ready for the frame's first byte."""
+        self._marks: list[tuple[int, float]] = []
+        """Bytes of this frame so far, and when."""
+
+    def came(self, count: int, now: float) -> None:
+        """A read brought `count` bytes."""
+        total = self._marks[-1][0] if self._marks else 0
+        self._marks.append((total + count, now))
+        if len(self._marks) > MAX_MARKS:
+            # The first stays, since time runs from it, and the last, which counts the bytes.
+            self._marks = [self._marks[0], *self._marks[1:-1:2], self._marks[-1]]
+
+    def end(self) -> Arrival:
+        """The frame is complete."""
+        total, end = self._marks[-1]
+        first = self._marks[0][1]
+        half, reached = next(mark for mark in self._marks if 2 * mark[0] >= total)
+        arrival = Arrival(total, end - first, total - half, end - reached, first - self._ready >= WAITED_SECONDS)
+        self._marks = []
+        return arrival
+
+    def ready(self, now: float) -> None:
+        """The reader begins to wait for the next frame."""
+        self._ready = now
