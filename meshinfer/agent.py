@@ -143,6 +143,7 @@ def _make_serving(
         settings=settings,
         transport=transport,
         topology=mesh.topology,
+        doubtful=mesh.doubtful,
         watch=mesh.changes,
         announce=announce,
         model_cards=cards,

@@ -78,6 +78,9 @@ class Settings:
     """A promise that is not committed lapses after this."""
     call_timeout_seconds: float = 3.0
     """A control call to a live node; longer delays the next candidate."""
+    spare_runner: bool = True
+    """Keep one runner process started and idle while there is memory for it (170 MB): a seat then loads 2 s sooner,
+    which is most of the pause when a repair has to load layers elsewhere."""
     load_stall_seconds: float = 60.0
     """A runner that loads nothing for this long is given up."""
     request_queue_limit: int = 64

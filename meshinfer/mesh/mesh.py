@@ -187,6 +187,10 @@ class Mesh:
         """The card of a living node; None for any other."""
         return self.topology().by_id.get(node)
 
+    def doubtful(self) -> frozenset[NodeId]:
+        """Members that do not answer right now (their lid closed a second ago, or their cable was moved)."""
+        return frozenset(member.node for member in self._membership.members() if member.state == "suspect")
+
     def members(self) -> tuple[MemberReport, ...]:
         """All other nodes known here, sorted by id; the dead and the left for some minutes."""
         now = trio.current_time()

@@ -27,6 +27,7 @@ from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Plan, Preview, Refusal
 from meshinfer.planning.planner import plan, validate_placement
+from meshinfer.planning.repair import repairs
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.election import elect
 from meshinfer.serving.ports import Ports
@@ -54,6 +55,8 @@ A = TypeVar("A", LeaseAnswer, Done)
 
 log = logging.getLogger(__name__)
 
+WARM_STATES = frozenset({"cut", "linking", "ready"})
+"""Of a seat whose layers are in memory."""
 PLACE_TIMEOUT_SECONDS = 10.0
 """For a planner's answer: a model card asked of a peer, and a few candidates' leases, each bounded by the call
 timeout. A planner that dies meanwhile is noticed as a lost peer, sooner."""
@@ -197,8 +200,7 @@ class Placer:
             return existing
         info = await self._ports.model_cards.get(ask.model_id)
         instance_id, old = self._free_instance_id(ask.model_id)
-        topology = _with_memory_of(self._ports.topology(), old)
-        plans, refusals = self._candidates(ask, info.card, topology)
+        plans, refusals = self._plans(ask, info.card, old)
         if not plans:
             raise NoRoom(
                 refusals[0].explanation if refusals else f"no live node can hold {ask.model_id}",
@@ -222,6 +224,26 @@ class Placer:
                     break
             failures.append(why)
         raise NoRoom(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
+
+    def _plans(self, ask: Place, card: ModelCard, old: Instance | None) -> tuple[list[Plan], list[Refusal]]:
+        """Candidates, best first: without the nodes that do not answer right now, if that is possible."""
+        topology = _with_memory_of(self._ports.topology(), old)
+        doubtful = self._ports.doubtful()
+        sure = Topology.of((node for node in topology.nodes if node.node_id not in doubtful), topology.links)
+        refusals: list[Refusal] = []
+        for among in (sure, topology) if doubtful else (topology,):
+            plans, refusals = self._candidates(ask, card, among)
+            if old is not None and ask.placement is None:
+                lost = [
+                    index
+                    for index, (seat, report) in enumerate(zip(old.placement.seats, old.reports, strict=True))
+                    if report is None or report.state not in WARM_STATES or seat.node_id not in among.by_id
+                ]
+                chunk = self._ports.settings.prefill_chunk_tokens
+                plans = [*repairs(old.placement, lost, among, card, prefill_chunk_tokens=chunk), *plans]
+            if plans:
+                return plans, refusals
+        return [], refusals
 
     def _candidates(self, ask: Place, card: ModelCard, topology: Topology) -> tuple[list[Plan], list[Refusal]]:
         if ask.placement is not None:

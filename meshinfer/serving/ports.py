@@ -48,6 +48,8 @@ class Ports:
     transport: Transport
     topology: Callable[[], Topology]
     """The live members now, this node among them."""
+    doubtful: Callable[[], frozenset[NodeId]]
+    """Members that do not answer right now: still members, but nothing new is placed on them if it can be helped."""
     watch: Callable[[], Watch]
     """A watch on the topology, up to date at the call."""
     announce: Callable[[tuple[SeatReport, ...], tuple[Placement, ...], int], None]

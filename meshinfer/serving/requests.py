@@ -33,7 +33,7 @@ class GenerateRequest:
 class Waiting:
     """Nothing to show yet, but alive: the model is being placed or loaded, or the prompt is long."""
 
-    phase: Literal["planning", "placing", "loading", "queued", "prefill"]
+    phase: Literal["planning", "placing", "loading", "queued", "prefill", "repairing"]
     done: float
     """Share of the phase, 0 to 1."""
 

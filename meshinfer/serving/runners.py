@@ -45,6 +45,9 @@ class Runner(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def is_alive(self) -> bool: ...
+
+    @property
     def listening(self) -> Listening | None:
         """Where its channels listen, once it has said so."""
         ...
@@ -108,6 +111,10 @@ class RunnerProcess:
     @property
     def heard(self) -> trio.Event:
         return self._heard
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     async def send(self, message: AgentMessage) -> None:
         body = AGENT_MESSAGES.encode(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass, field
 from functools import partial
 
 import trio
@@ -18,7 +19,17 @@ from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.planning.planner import seat_memory
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.runners import Runner
-from meshinfer.serving.seats import SeatEffect, SeatKey, SeatLedger, StaleEpoch, StartRunner, StopRunner, coalesced
+from meshinfer.serving.seats import (
+    RebindRunner,
+    SeatEffect,
+    SeatKey,
+    SeatLedger,
+    StaleEpoch,
+    StartRunner,
+    StopRunner,
+    coalesced,
+)
+from meshinfer.serving.spares import Spares
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import (
@@ -33,7 +44,15 @@ from meshinfer.wire.messages import (
     OpenChannel,
     SeatRef,
 )
-from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Heartbeat, Loading, LoadSeat, RunnerMessage
+from meshinfer.wire.runner_control import (
+    DialChannel,
+    ExpectChannel,
+    Heartbeat,
+    Loading,
+    LoadSeat,
+    Rebind,
+    RunnerMessage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +64,18 @@ REPORT_SECONDS = 2.0
 """How often counters that move all the time (sessions, resident bytes) reach the card."""
 
 
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A seat's runner. The seat that it is changes with a rebinding; the process stays."""
+
+    key: SeatKey
+    placement: Placement
+    runner: Runner
+    linking: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """Of the task that opens the channel which this seat dials."""
+    heartbeat: Heartbeat | None = None
+
+
 class SeatService:
     """This node's seats."""
 
@@ -54,9 +85,9 @@ class SeatService:
         self._ledger = SeatLedger(
             ports.node_id, ports.own_card().memory_usable_bytes, settings.lease_seconds, settings.load_stall_seconds
         )
-        self._runners: dict[SeatKey, Runner] = {}
-        """All and only processes that have been started and are not gone."""
-        self._heartbeats: dict[SeatKey, Heartbeat] = {}
+        self._held: dict[SeatKey, _Held] = {}
+        """All and only runners that have been told what to be and are not gone, by what they are now."""
+        self._spares = Spares(ports.start_runner, self._may_keep_spare)
         self._nursery: trio.Nursery | None = None
         self._stirred = trio.Event()
         self._announced: object = None
@@ -77,11 +108,12 @@ class SeatService:
                 nursery.start_soon(self._watch_view)
                 nursery.start_soon(self._watch_clock)
                 nursery.start_soon(self._refresh_counters)
+                nursery.start_soon(self._spares.run)
         finally:
             with trio.CancelScope(shield=True):
                 async with trio.open_nursery() as ending:
-                    for runner in list(self._runners.values()):
-                        ending.start_soon(runner.stop)
+                    for held in list(self._held.values()):
+                        ending.start_soon(held.runner.stop)
 
     # --- for planners: over the network or from this node's own ----------------------------------
 
@@ -131,11 +163,11 @@ class SeatService:
 
     def heartbeats(self) -> dict[SeatKey, Heartbeat]:
         """The last word of each runner, for metrics."""
-        return dict(self._heartbeats)
+        return {key: held.heartbeat for key, held in self._held.items() if held.heartbeat is not None}
 
     def runner_pids(self) -> dict[SeatKey, int]:
         """Process ids of the runners, for operators (and for those who test by killing them)."""
-        return {key: runner.pid for key, runner in self._runners.items()}
+        return {key: held.runner.pid for key, held in self._held.items()}
 
     async def release_all(self, reason: str) -> None:
         """Free everything, since this node leaves."""
@@ -166,16 +198,17 @@ class SeatService:
             Refused: no such seat here, it does not listen yet, or the caller is not who may dial it.
         """
         key = SeatKey(ask.instance_id, ask.epoch, ask.to_seat)
-        runner = self._runners.get(key)
-        if runner is None or key not in self._ledger.running():
+        held = self._held.get(key)
+        if held is None or key not in self._ledger.running():
             raise Refused(
                 f"no runner here for seat {ask.to_seat} of instance {ask.instance_id} epoch {ask.epoch}",
                 do="look at the instance again: it may have another epoch",
             )
         if ask.from_seat >= 0:
-            seats = self._placement_of(key).seats
+            seats = held.placement.seats
             if ask.from_seat >= len(seats) or seats[ask.from_seat].node_id != peer:
                 raise Refused(f"seat {ask.from_seat} of instance {ask.instance_id} is not {peer}'s")
+        runner = held.runner
         with trio.move_on_after(LISTEN_WAIT_SECONDS):
             await runner.heard.wait()
         if runner.listening is None:
@@ -198,11 +231,13 @@ class SeatService:
         """Stops are waited for (the memory is free afterwards), starts go on in the background."""
         async with trio.open_nursery() as stopping:
             for effect in effects:
-                if isinstance(effect, StopRunner) and (runner := self._runners.get(effect.key)):
+                if isinstance(effect, StopRunner) and (held := self._held.get(effect.key)):
                     log.info("seat %s: stopping its runner: %s", effect.key, effect.reason)
-                    stopping.start_soon(runner.stop)
+                    stopping.start_soon(held.runner.stop)
         for effect in effects:
-            if isinstance(effect, StartRunner) and self._nursery is not None:
+            if isinstance(effect, RebindRunner):
+                await self._rebind(effect)
+            elif isinstance(effect, StartRunner) and self._nursery is not None:
                 self._nursery.start_soon(self._run_seat, effect.key, effect.placement)
         self._announce()
         self._stirred.set()
@@ -216,11 +251,11 @@ class SeatService:
 
         try:
             path = await self._ports.model_path(placement.model_id, fetched)
-            runner = await self._ports.start_runner()
+            runner = await self._spares.take()
         except (MeshinferError, OSError) as error:
             await self._perform(self._ledger.fail(key, str(error), trio.current_time()))
             return
-        self._runners[key] = runner
+        held = self._held[key] = _Held(key, placement, runner)
         settings = self._ports.settings
         loopback_only = settings.listen_host.startswith("127.")
         seat = LoadSeat(
@@ -235,32 +270,62 @@ class SeatService:
         )
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._link, key, placement, runner)
+                nursery.start_soon(self._link, held)
                 if key not in self._ledger.running():  # released while it started
                     await runner.stop()
                 try:
                     await runner.send(seat)
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
                     log.debug("seat %s: its runner died before it was told what to be", key)
-                why = await runner.listen(partial(self._heard, key))
+                why = await runner.listen(partial(self._heard, held))
                 nursery.cancel_scope.cancel()
         finally:
-            del self._runners[key]
-            self._heartbeats.pop(key, None)
-        await self._perform(self._ledger.fail(key, why, trio.current_time()))
+            held.linking.cancel()
+            self._held.pop(held.key, None)
+        await self._perform(self._ledger.fail(held.key, why, trio.current_time()))
 
-    async def _heard(self, key: SeatKey, message: RunnerMessage) -> None:
+    async def _rebind(self, effect: RebindRunner) -> None:
+        """The runner of the old epoch's seat goes on as the new one's."""
+        held = self._held.get(effect.old)
+        try:
+            if held is None:
+                raise trio.ClosedResourceError  # noqa: TRY301 - the same as if it had gone a moment later
+            # First, so that whatever is sent to it under the new key finds it changed.
+            await held.runner.send(Rebind(effect.key.epoch, effect.placement, effect.key.seat_index))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._perform(self._ledger.fail(effect.key, "its warm runner is gone", trio.current_time()))
+            return
+        held.linking.cancel()
+        del self._held[effect.old]
+        held.key, held.placement, held.linking = effect.key, effect.placement, trio.CancelScope()
+        self._held[effect.key] = held
+        log.info("seat %s: goes on with the layers of epoch %d", effect.key, effect.old.epoch)
+        if self._nursery is not None:
+            self._nursery.start_soon(self._link, held)
+
+    def _may_keep_spare(self) -> bool:
+        """There is memory for a runner beyond what is promised, and nothing loads that it would slow down."""
+        card = self._ports.own_card()
+        free = card.memory_usable_bytes - self._ledger.promised_bytes
+        settled = all(report.state in {"ready", "cut"} for report in self._ledger.reports())
+        return self._ports.settings.spare_runner and settled and free >= card.runner_overhead_bytes
+
+    async def _heard(self, held: _Held, message: RunnerMessage) -> None:
         if isinstance(message, Heartbeat):
-            self._heartbeats[key] = message
-        effects = self._ledger.runner_said(key, message, trio.current_time())
+            held.heartbeat = message
+        effects = self._ledger.runner_said(held.key, message, trio.current_time())
         if self._nursery is not None and effects:
             # Not awaited here: stopping waits for the very loop that calls this.
             self._nursery.start_soon(self._perform, effects)
         else:
             self._announce()
 
-    async def _link(self, key: SeatKey, placement: Placement, runner: Runner) -> None:
+    async def _link(self, held: _Held) -> None:
         """Open the channel that this seat dials: to the next stage, or from the last one to the head."""
+        with held.linking:
+            await self._open_channel(held.key, held.placement, held.runner)
+
+    async def _open_channel(self, key: SeatKey, placement: Placement, runner: Runner) -> None:
         last = len(placement.seats) - 1
         if last == 0:
             return
@@ -327,7 +392,3 @@ class SeatService:
             return
         self._announced, self._counted = what_happened, reports
         self._ports.announce(reports, self._ledger.placements(), self._ledger.promised_bytes)
-
-    def _placement_of(self, key: SeatKey) -> Placement:
-        report = next(r for r in self._ledger.reports() if SeatKey(r.instance_id, r.epoch, r.seat_index) == key)
-        return next(p for p in self._ledger.placements() if p.placement_id == report.placement_id)

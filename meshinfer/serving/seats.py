@@ -5,13 +5,17 @@ and now. A lease is a promise with a deadline on this node's own clock; a planne
 its steps leaves nothing behind, since what is not committed lapses.
 
     (asked) ── lease ──▶ leased ── commit ──▶ loading ── runner loaded ──▶ linking ── channels open ──▶ ready
-                           │ lapse, release      │ runner failed, channel lost, runner gone               │
-                           ▼                     ▼                                                        ▼
-                         (gone)  ◀── linger ── failed ◀───────────────────────────────────────────────────┘
+                           │ lapse, release      │ runner failed or gone     ▲                             │
+                           ▼                     ▼                           │ commit of the next epoch    │ seat beside
+                         (gone) ◀─ linger ─── failed                         └──────────── cut ◀───────────┘ it lost
+                           ▲                                                                │
+                           └──────────────────────── grace over ────────────────────────────┘
 
 Each instance counts epochs. A lease for an epoch that is not newer than what this node has seen is
 refused with the current one, so a planner that slept cannot bring back the past; a newer one takes
-the place (and the memory) of what this node held of the instance before.
+the place (and the memory) of what this node held of the instance before. Where it gives this node the
+very layers that a warm runner holds, that runner goes on under the new epoch: repairing an instance
+loads only what was lost.
 """
 
 from __future__ import annotations
@@ -40,6 +44,9 @@ from meshinfer.wire.runner_control import (
 
 FAILED_LINGER_SECONDS = 5.0
 """How long a failed seat is announced: long enough for every origin to read why (two gossip periods), no longer."""
+WARM_SECONDS = 20.0
+"""How long layers stay in memory after the seat beside them was lost. A repair takes a few seconds; twenty is a laptop
+that comes back from a restart of its agent. Raising it keeps memory from other models."""
 MISSING_GRACE_SECONDS = 2.0
 """A live node's seat may be missing from our view for one gossip period without anything being wrong."""
 REMEMBERED_EPOCHS = 1024
@@ -64,6 +71,15 @@ class StartRunner:
 
 
 @dataclass(frozen=True, slots=True)
+class RebindRunner:
+    """Effect: the process of seat `old` goes on as seat `key` of the next epoch, with the layers that it has."""
+
+    old: SeatKey
+    key: SeatKey
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
 class StopRunner:
     """Effect: end the process of this seat; its memory goes with it."""
 
@@ -71,7 +87,7 @@ class StopRunner:
     reason: str
 
 
-SeatEffect = StartRunner | StopRunner
+SeatEffect = StartRunner | RebindRunner | StopRunner
 
 
 @dataclass(slots=True)
@@ -81,9 +97,10 @@ class _Seat:
     key: SeatKey
     placement: Placement
     promised_bytes: int
+    """0 once it is cut or failed."""
     state: SeatState
     lapses_at: float
-    """leased: when the promise ends. failed: when the seat is forgotten. Else unused."""
+    """leased: when the promise ends. cut: when the layers are given up. failed: when the seat is forgotten."""
     last_progress_at: float
     progress: float = 0.0
     done_bytes: int = 0
@@ -92,6 +109,8 @@ class _Seat:
     sessions: int = 0
     step_seconds: float = 0.0
     error: str = ""
+    warm_bytes: int = 0
+    """cut: what its runner still holds, until somebody needs it."""
     alone_since: float | None = None
     """Since when a seat beside it has been missing from the view; None while all are there."""
     linked: bool = False
@@ -99,7 +118,25 @@ class _Seat:
 
     @property
     def runs(self) -> bool:
-        return self.state in {"loading", "linking", "ready"}
+        """It has a runner."""
+        return self.state in {"loading", "linking", "ready", "cut"}
+
+    @property
+    def is_warm(self) -> bool:
+        """Its layers are in memory."""
+        return self.loaded and self.runs
+
+    def holds_what(self, key: SeatKey, placement: Placement) -> bool:
+        """Whether its runner could be that seat without loading anything."""
+        ours, theirs = self.placement.seats[self.key.seat_index], placement.seats[key.seat_index]
+        reserved = (self.placement.context_tokens, self.placement.concurrency)
+        return (
+            self.is_warm
+            and self.key.instance_id == key.instance_id
+            and self.placement.model_digest == placement.model_digest
+            and ours == theirs
+            and reserved == (placement.context_tokens, placement.concurrency)
+        )
 
 
 class StaleEpoch(Refused):
@@ -175,15 +212,29 @@ class SeatLedger:
                 f"nothing is leased here for instance {ref.instance_id} epoch {ref.epoch}",
                 do="lease first; a lease lapses after a while",
             )
-        effects: list[SeatEffect] = []
-        for seat in list(self._seats.values()):
-            if seat.key.instance_id == ref.instance_id and seat.key.epoch < ref.epoch:
-                effects += self._drop(seat, f"epoch {ref.epoch} took its place")
+        older = [
+            seat
+            for seat in self._seats.values()
+            if seat.key.instance_id == ref.instance_id and seat.key.epoch < ref.epoch
+        ]
+        rebound: list[SeatEffect] = []
+        started: list[SeatEffect] = []
         for seat in ours:
-            if seat.state == "leased":
-                seat.state, seat.last_progress_at = "loading", now
-                effects.append(StartRunner(seat.key, seat.placement))
-        return effects
+            if seat.state != "leased":
+                continue
+            seat.last_progress_at = now
+            warm = next((old for old in older if old.holds_what(seat.key, seat.placement)), None)
+            if warm is None:
+                seat.state = "loading"
+                started.append(StartRunner(seat.key, seat.placement))
+            else:
+                older.remove(warm)
+                del self._seats[warm.key]
+                seat.state, seat.loaded, seat.progress = "linking", True, 1.0
+                seat.resident_bytes = warm.resident_bytes
+                rebound.append(RebindRunner(warm.key, seat.key, seat.placement))
+        stopped = [effect for old in older for effect in self._drop(old, f"epoch {ref.epoch} took its place")]
+        return [*stopped, *self._make_room(), *rebound, *started]
 
     def release(self, ref: SeatRef) -> tuple[int, list[SeatEffect]]:
         """Free what is held under `ref` (and older epochs of it). Returns the bytes that are no longer promised."""
@@ -205,7 +256,7 @@ class SeatLedger:
     def runner_said(self, key: SeatKey, message: RunnerMessage, now: float) -> list[SeatEffect]:
         """A runner's message changes its seat."""
         seat = self._seats.get(key)
-        if seat is None or not seat.runs:
+        if seat is None or not seat.runs or seat.state == "cut":
             return []
         match message:
             case Listening():
@@ -224,7 +275,7 @@ class SeatLedger:
                 seat.sessions = message.sessions + message.waiting
                 seat.step_seconds = message.step_seconds
             case ChannelLost(role, other, reason):
-                return self.fail(key, f"the {role} channel with seat {other} broke: {reason}", now)
+                return self._cut(seat, f"the {role} channel with seat {other} broke: {reason}", now)
             case RunnerFailed():
                 return self.fail(key, message.what, now)
         if seat.loaded:
@@ -251,15 +302,15 @@ class SeatLedger:
             instance = derived.get(seat.key.instance_id)
             if not seat.runs or instance is None or instance.epoch < seat.key.epoch:
                 continue
+            gone = [node for node in seat.placement.node_ids if node not in live]
             if instance.epoch > seat.key.epoch:
                 effects += self._drop(seat, f"epoch {instance.epoch} took its place")
             elif instance.placement.placement_id != seat.placement.placement_id:
                 effects += self._drop(seat, "another placement of the same epoch won")
-            elif any(node not in live for node in seat.placement.node_ids):
-                gone = [node for node in seat.placement.node_ids if node not in live]
-                effects += self._drop(seat, f"node {gone[0]} is gone")
-            elif instance.error:
-                effects += self._drop(seat, f"another seat failed: {instance.error}")
+            elif gone:
+                effects += self._cut(seat, f"node {gone[0]} is gone", now)
+            elif instance.state == "broken":
+                effects += self._cut(seat, f"another seat failed: {instance.error}", now)
             elif not instance.missing:
                 seat.alone_since = None
             elif seat.alone_since is None:
@@ -272,8 +323,10 @@ class SeatLedger:
         for seat in list(self._seats.values()):
             if seat.state in {"leased", "failed"} and now >= seat.lapses_at:
                 del self._seats[seat.key]
+            elif seat.state == "cut" and now >= seat.lapses_at:
+                effects += self._drop(seat, f"not repaired within {WARM_SECONDS:.0f} s: {seat.error}")
             elif seat.alone_since is not None and now >= seat.alone_since + MISSING_GRACE_SECONDS:
-                effects += self._drop(seat, "another seat of its instance is missing")
+                effects += self._cut(seat, "another seat of its instance is missing", now)
             elif seat.state in {"loading", "linking"} and now >= seat.last_progress_at + self._load_stall_seconds:
                 effects += self.fail(
                     seat.key, f"no progress for {self._load_stall_seconds:.0f} s while {seat.state}", now
@@ -282,7 +335,7 @@ class SeatLedger:
 
     def next_wakeup(self) -> float | None:
         """When `tick` has something to do; None if nothing is pending."""
-        due = [seat.lapses_at for seat in self._seats.values() if seat.state in {"leased", "failed"}]
+        due = [seat.lapses_at for seat in self._seats.values() if seat.state in {"leased", "cut", "failed"}]
         for seat in self._seats.values():
             if seat.alone_since is not None:
                 due.append(seat.alone_since + MISSING_GRACE_SECONDS)
@@ -327,6 +380,27 @@ class SeatLedger:
             if (seat.key.instance_id, seat.key.epoch) == (ref.instance_id, ref.epoch)
             and seat.placement.placement_id == ref.placement_id
         ]
+
+    def _make_room(self) -> list[SeatEffect]:
+        """Give up warm layers, those that were cut first, as far as promises need their memory."""
+        effects: list[SeatEffect] = []
+        for seat in sorted(self._seats.values(), key=lambda seat: (seat.lapses_at, seat.key.instance_id)):
+            held = self.promised_bytes + sum(other.warm_bytes for other in self._seats.values())
+            if seat.state == "cut" and held > self._usable_bytes:
+                effects += self._drop(seat, "its memory is needed")
+        return effects
+
+    def _cut(self, seat: _Seat, why: str, now: float) -> list[SeatEffect]:
+        """The instance cannot go on, but this seat's layers may, in the next epoch: keep them warm for a while."""
+        if seat.state == "cut":
+            return []
+        if not seat.is_warm:
+            return self._drop(seat, why)
+        seat.state, seat.error, seat.lapses_at = "cut", why[:512], now + WARM_SECONDS
+        # No longer promised: whoever needs the memory gets it (`commit`).
+        seat.warm_bytes, seat.promised_bytes = seat.promised_bytes, 0
+        seat.linked, seat.sessions, seat.alone_since = False, 0, None
+        return []
 
     def _drop(self, seat: _Seat, reason: str) -> list[SeatEffect]:
         del self._seats[seat.key]

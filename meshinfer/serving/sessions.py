@@ -1,8 +1,12 @@
 """A request's life at its origin: an instance, a session on it, tokens in order, an end.
 
-The origin keeps the token log (prompt, emitted ids, seed): enough to say exactly where an answer
-stands. Tokens carry their index: what is there already is dropped, a gap is an error. Cancelling is
-closing: leaving the context ends the session on every stage.
+The origin keeps the token log (prompt, emitted ids, seed): enough to go on anywhere. When the
+instance breaks, the request waits for its next epoch (or for another placement) and opens its
+session there with the log as its prompt. Sampling is a function of (seed, position), so what comes
+is what would have come; tokens carry their index, so one that is here already is dropped and a
+missing one is noticed. The client sees a pause.
+
+Cancelling is closing: leaving the context ends the session on every stage.
 """
 
 from __future__ import annotations
@@ -29,6 +33,12 @@ log = logging.getLogger(__name__)
 
 EVENT_BUFFER = 16
 """Between a session and its HTTP response: enough for a burst; beyond it the session's own queue holds the rest."""
+MAX_FAILURES = 6
+"""Attempts in a row that brought no token. With the pauses between them they span some 3 s beyond their own waits:
+longer than a dead node can linger in this node's view."""
+RETRY_SECONDS = 0.15
+"""Times the number of failures: for the news of what broke to reach the view, which takes milliseconds, or, for a
+stopped node, the rest of the three seconds."""
 CANCEL_SECONDS = 2.0
 """For telling the stages that a session is over, before its client's response is given up."""
 READY_SECONDS = 1.0
@@ -45,12 +55,12 @@ class TokenLog:
         """Whether `token` is the next one; False if it is here already.
 
         Raises:
-            GenerationFailed: one before it is missing.
+            PeerLost: one before it is missing, so the channel that brought it cannot be relied on.
         """
         if token.index < len(self.emitted):
             return False
         if token.index > len(self.emitted):
-            raise GenerationFailed(f"token {len(self.emitted)} is missing: {token.index} came")
+            raise PeerLost(f"token {len(self.emitted)} is missing: {token.index} came")
         self.emitted.append(token.token_id)
         return True
 
@@ -140,6 +150,29 @@ class Sessions:
         events.end(error)
 
     async def _answer(self, request: GenerateRequest, events: EventStream) -> None:
+        """One attempt after the other, each going on where the last one broke off."""
+        token_log = TokenLog()
+        failures = 0
+        while True:
+            emitted = len(token_log.emitted)
+            try:
+                return await self._attempt(request, token_log, events)
+            except PeerLost as error:
+                # Anything else is the request's own, and would come again.
+                failures = 1 if len(token_log.emitted) > emitted else failures + 1
+                if failures > MAX_FAILURES:
+                    raise
+                log.info("request %s: %s; going on after %d tokens", request.session_id, error, len(token_log.emitted))
+                events.send_nowait(Waiting("repairing", 0.0))
+                await trio.sleep(RETRY_SECONDS * failures)
+
+    async def _attempt(self, request: GenerateRequest, token_log: TokenLog, events: EventStream) -> None:
+        """Get an instance and run what is left of the request on it.
+
+        Raises:
+            PeerLost: the instance broke; what came until then is in the log.
+        """
+
         def waiting(sign: Waiting) -> None:
             events.send_nowait(sign)
 
@@ -150,31 +183,35 @@ class Sessions:
             session_id=request.session_id,
             instance_id=instance.instance_id,
             epoch=instance.epoch,
-            token_ids=request.prompt_ids,
-            emitted=0,
-            max_new_tokens=request.max_new_tokens,
+            token_ids=(*request.prompt_ids, *token_log.emitted),
+            emitted=len(token_log.emitted),
+            max_new_tokens=request.max_new_tokens - len(token_log.emitted),
             stop_token_ids=request.stop_token_ids,
             sampling=request.sampling,
         )
-        finished = False
+        ended = False
         try:
-            reason = await self._relay(await link.open(session), link, events)
-            finished = True
+            reason = await self._relay(await link.open(session), link, token_log, events)
+            ended = True
         finally:
-            await link.end(request.session_id, cancel=not finished)
+            await link.end(request.session_id, cancel=not ended)
         await events.send(Finished(reason, instance.placement.node_ids))
 
     async def _relay(
-        self, records: trio.MemoryReceiveChannel[RunnerRecord], link: OriginLink, events: EventStream
+        self,
+        records: trio.MemoryReceiveChannel[RunnerRecord],
+        link: OriginLink,
+        token_log: TokenLog,
+        events: EventStream,
     ) -> Literal["stop", "length"]:
         """Pass tokens on until the last one."""
-        token_log = TokenLog()
         async for record in records:
             match record:
                 case Prefilled(_, tokens, total):
                     events.send_nowait(Waiting("prefill", tokens / total if total else 1.0))
                 case SessionFailed(_, code, what):
-                    raise ERRORS_BY_CODE.get(code, GenerationFailed)(what)
+                    # refused: the runner has another epoch by now, so the instance that was meant is gone.
+                    raise (PeerLost if code == "refused" else ERRORS_BY_CODE.get(code, GenerationFailed))(what)
                 case Token():
                     if not token_log.accept(record):
                         continue

@@ -78,7 +78,7 @@ def _holds(node_id: NodeId, report: SeatReport, placement: Placement) -> bool:
 def _derive(topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement) -> Instance:
     reports = tuple(_report(topology, instance_id, epoch, placement, index) for index in range(len(placement.seats)))
     present = [report for report in reports if report is not None]
-    failed = [report for report in present if report.state == "failed"]
+    failed = [report for report in present if report.state in {"failed", "cut"}]
     progress = sum(report.progress for report in present) / len(reports)
     state: InstanceState
     if failed or any(seat.node_id not in topology.by_id for seat in placement.seats):

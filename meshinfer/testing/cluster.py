@@ -214,6 +214,7 @@ class Cluster:
             settings=settings,
             transport=transport,
             topology=mesh.topology,
+            doubtful=mesh.doubtful,
             watch=mesh.changes,
             announce=announce,
             model_cards=ModelCards(transport, mesh.topology, local, settings.call_timeout_seconds),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -33,6 +33,7 @@ from meshinfer.wire.runner_control import (
     Loaded,
     Loading,
     LoadSeat,
+    Rebind,
     RunnerMessage,
     StopRunner,
 )
@@ -101,12 +102,16 @@ class FakeFabric:
         return runner
 
     def runners_of(self, node_id: NodeId) -> list[FakeRunner]:
+        """Live runners of a node that have been told what seat to be: no spares."""
+        return [runner for runner in self._processes_of(node_id) if runner.is_seated]
+
+    def _processes_of(self, node_id: NodeId) -> list[FakeRunner]:
         return [runner for runner in self._listeners.values() if runner.node_id == node_id and not runner.dead]
 
     def kill(self, node_id: NodeId) -> None:
         """All runners of a node die at once."""
         self.resume(node_id)
-        for runner in self.runners_of(node_id):
+        for runner in self._processes_of(node_id):
             runner.die("killed")
 
     def stop(self, node_id: NodeId) -> None:
@@ -173,24 +178,28 @@ class FakeRunner:
         self.expected: set[bytes] = set()
         self.channels: list[FakeChannel] = []
         self.sessions: dict[SessionId, trio.CancelScope] = {}
+        self.is_seated = False
         self._fabric = fabric
         self._seat: LoadSeat | None = None
         self._neighbours: dict[ChannelRole, FakeRunner] = {}
         """role → the runner that we dialled."""
-        self._dialled_by: set[str] = set()
         self._listening: Listening | None = None
         self._heard = trio.Event()
         self._inbox_send, self._inbox = trio.open_memory_channel[AgentMessage](64)
         self._outbox_send, self._outbox = trio.open_memory_channel[RunnerMessage](1024)
         self._nursery: trio.Nursery | None = None
         self._tokens = 0
-        self._linked = False
+        self._broken = False
 
     # --- as the agent sees it -------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
         return self.port
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.dead
 
     @property
     def listening(self) -> Listening | None:
@@ -205,13 +214,12 @@ class FakeRunner:
         if self.dead:
             raise trio.BrokenResourceError
         match message:
-            case ExpectChannel(role=role, token=token):
+            case ExpectChannel(token=token):
                 self.expected.add(token)
-                if role != "origin":
-                    self._dialled_by.add(role)
             case StopRunner():
                 self.die("stopped")
-            case LoadSeat() | DialChannel():
+            case LoadSeat() | DialChannel() | Rebind():
+                self.is_seated = True
                 self._inbox_send.send_nowait(message)
 
     async def listen(self, heard: Callable[[RunnerMessage], Awaitable[None]]) -> str:
@@ -220,6 +228,7 @@ class FakeRunner:
             if not self.dead:
                 nursery.start_soon(self._live)
                 nursery.start_soon(self._beat)
+                nursery.start_soon(self._watch)
                 async for message in self._outbox:
                     if isinstance(message, Listening):
                         self._listening = message
@@ -246,33 +255,53 @@ class FakeRunner:
     async def _live(self) -> None:
         speed = self._fabric.speed
         await self._pause(speed.start_seconds)
-        self._say(Listening(self.port, b"fake"))
-        while self._seat is None:
-            message = await self._inbox.receive()
-            if isinstance(message, LoadSeat):
-                self._seat = message
-        for tenth in range(10):
-            self._say(Loading(tenth, 10))
-            await self._pause(speed.load_seconds / 10)
-        self._say(Loaded(1000, 1000, speed.load_seconds))
-        last = len(self._seat.placement.seats) - 1
-        if last > 0:
-            while not self._neighbours:
-                message = await self._inbox.receive()
-                if isinstance(message, DialChannel):
+        async for message in self._inbox:
+            match message:
+                case LoadSeat():
+                    self._say(Listening(self.port, b"fake"))
+                    for tenth in range(10):
+                        self._say(Loading(tenth, 10))
+                        await self._pause(speed.load_seconds / 10)
+                    self._say(Loaded(1000, 1000, speed.load_seconds))
+                    self._be(message)
+                case Rebind(epoch, placement, seat_index):
+                    assert self._seat is not None
+                    self._drop_sessions("its seat goes on in another epoch")
+                    for channel in self.channels:
+                        channel.hang_up()
+                    self.channels.clear()
+                    self._be(replace(self._seat, epoch=epoch, placement=placement, seat_index=seat_index))
+                case DialChannel():
+                    await self._pause(0.001)
                     try:
                         self._neighbours[message.role] = self._fabric.listener(message.offer)
                     except PeerLost as error:
-                        self._say(ChannelLost(message.role, message.to_seat, str(error)))
-        self._linked = True
-        self._say(Linked())
-        while True:
-            for role, neighbour in self._neighbours.items():
+                        self._break(message.role, str(error))
+                    else:
+                        self._say(Linked())
+                case _:
+                    pass
+
+    def _be(self, seat: LoadSeat) -> None:
+        self._seat, self._broken = seat, False
+        self._neighbours.clear()
+        if len(seat.placement.seats) == 1:
+            self._say(Linked())
+
+    async def _watch(self) -> None:
+        """Notice at once when a neighbour that we dialled is gone."""
+        while not self.dead:
+            for role, neighbour in list(self._neighbours.items()):
                 if neighbour.dead:
-                    self._drop_sessions(f"the {role} channel broke: {neighbour.dead}")
-                    self._say(ChannelLost(role, 0, neighbour.dead))
-                    return
-            await self._pause(0.05)
+                    self._break(role, neighbour.dead)
+            await self._pause(0.02)
+
+    def _break(self, role: ChannelRole, why: str) -> None:
+        if not self._broken:
+            self._broken = True
+            self._neighbours.clear()
+            self._drop_sessions(f"the {role} channel broke: {why}")
+            self._say(ChannelLost(role, 0, why))
 
     async def _beat(self) -> None:
         while not self.dead:

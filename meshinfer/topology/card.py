@@ -19,9 +19,10 @@ from meshinfer.topology.speed import NodeSpeed
 Count = Annotated[int, between(0, 2**63 - 1)]
 ShortText = Annotated[str, sized(0, 128)]
 
-SeatState = Literal["leased", "loading", "linking", "ready", "failed"]
+SeatState = Literal["leased", "loading", "linking", "ready", "cut", "failed"]
 """leased: memory promised. loading: a runner reads its layers. linking: loaded, its channels are being
-opened. ready: it can run steps. failed: it cannot, `error` says why; the seat is about to be freed."""
+opened. ready: it can run steps. cut: it lost the seat beside it, its layers stay warm for a while for the next
+epoch. failed: it cannot go on, `error` says why; it is about to be forgotten."""
 
 
 @dataclass(frozen=True, slots=True)

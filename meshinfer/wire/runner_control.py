@@ -55,11 +55,21 @@ class DialChannel:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebind:
+    """Go on as this seat of the instance's next epoch, with the layers that are loaded: same layers, same context,
+    same concurrency. All sessions and channels of the old epoch are dropped; new channels follow."""
+
+    epoch: Annotated[int, between(0, 2**32 - 1)]
+    placement: Placement
+    seat_index: Annotated[int, between(0, 255)]
+
+
+@dataclass(frozen=True, slots=True)
 class StopRunner:
     """End now: free everything, exit 0."""
 
 
-AgentMessage = LoadSeat | ExpectChannel | DialChannel | StopRunner
+AgentMessage = LoadSeat | ExpectChannel | DialChannel | Rebind | StopRunner
 
 # --- runner → agent -----------------------------------------------------------------------------
 
@@ -135,5 +145,5 @@ class RunnerFailed:
 RunnerMessage = Listening | Loading | Loaded | Linked | Heartbeat | ChannelLost | RunnerFailed
 RunnerPhase = Literal["starting", "loading", "linking", "ready"]
 
-AGENT_MESSAGES = Registry(LoadSeat, ExpectChannel, DialChannel, StopRunner)
+AGENT_MESSAGES = Registry(LoadSeat, ExpectChannel, DialChannel, Rebind, StopRunner)
 RUNNER_MESSAGES = Registry(Listening, Loading, Loaded, Linked, Heartbeat, ChannelLost, RunnerFailed)

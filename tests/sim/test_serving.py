@@ -77,47 +77,63 @@ def test_two_nodes_asked_at_once_end_with_one_instance(seed: int) -> None:
     simulate(scenario, seed)
 
 
-@given(seeds, st.booleans())
+@given(seeds, st.booleans(), st.integers(2, 3))
 @few
-def test_a_killed_or_stopped_node_ends_requests_and_the_next_is_placed_anew(seed: int, stops: bool) -> None:
+def test_a_node_is_lost_in_mid_answer_and_the_answer_goes_on(seed: int, stops: bool, stages: int) -> None:
+    """The very text that would have come; the warm seats stay; the node that is lost is out of it."""
+
     async def scenario(cluster: Cluster) -> None:
-        first = cluster.request((9,), tokens=4, seed=seed)
-        await cluster.ask(cluster.nodes[0], first)
+        rng = random.Random(seed)
+        preview = await cluster.nodes[0].serving.placer.preview(cluster.model.model_id, WORKLOAD, Constraints())
+        plan = next(plan for plan in preview.plans if len(plan.placement.seats) == stages)
+        await cluster.nodes[0].serving.placer.place(
+            Place(cluster.model.model_id, WORKLOAD, Constraints(), plan.placement)
+        )
+        await cluster.until(lambda: [i.state for i in cluster.nodes[0].instances()] == ["ready"])
+        holders = [node for node in cluster.nodes if node.node_id in plan.placement.node_ids]
+        victim = rng.choice(holders)
+        origin = rng.choice([node for node in cluster.nodes if node is not victim])
+        at = rng.randrange(20)
+        times: list[float] = []
+
+        def on_token(index: int) -> None:
+            times.append(trio.current_time())
+            if index == at:
+                (cluster.stop if stops else cluster.kill)(victim)
+
+        request = cluster.request((9, 8), tokens=40, seed=seed)
+        assert await cluster.ask(origin, request, on_token) == exact_answer((9, 8), seed, 40)
+        (instance,) = origin.instances()
+        assert victim.node_id not in instance.placement.node_ids
+        assert instance.epoch > 1
+        kept = {seat for seat in plan.placement.seats if seat.node_id != victim.node_id}
+        assert kept <= set(instance.placement.seats), "warm seats stay"
+        pause = max(after - before for before, after in zip(times, times[1:], strict=False))
+        assert pause < (8.0 if stops else 4.0)  # virtual: what timers and the fake load add up to
+
+    simulate(scenario, seed, count=4)
+
+
+@given(seeds)
+@few
+def test_what_no_longer_fits_ends_in_one_clear_error_and_is_served_again_when_it_does(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.ask(cluster.nodes[0], cluster.request((9,), tokens=4))
         (instance,) = cluster.nodes[0].instances()
         victim = next(n for n in cluster.nodes[1:] if n.node_id in instance.placement.node_ids)
-        survivors = [node for node in cluster.nodes if node is not victim]
-        lost_after: list[float] = []
-
-        async def ask_on() -> None:
-            with pytest.raises(MeshinferError):
-                await cluster.ask(survivors[0], cluster.request((9,), tokens=10_000, seed=seed, deadline_seconds=600))
-            lost_after.append(trio.current_time())
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask_on)
-            await trio.sleep(1)
-            struck = trio.current_time()
-            (cluster.stop if stops else cluster.kill)(victim)
-            await cluster.until(
-                lambda: all(
-                    instance.state == "broken" or victim.node_id not in instance.placement.node_ids
-                    for node in survivors
-                    for instance in node.instances()
-                ),
-                timeout_seconds=3.0,
+        with pytest.raises(NoRoom, match="MiB"):
+            await cluster.ask(
+                cluster.nodes[0],
+                cluster.request((9,), tokens=200),
+                lambda index: cluster.kill(victim) if index == 3 else None,
             )
-        assert lost_after[0] - struck < 3.5
-        await cluster.until(
-            lambda: all(not cluster.fabric.runners_of(node.node_id) for node in survivors), timeout_seconds=5.0
-        )
-        again = cluster.request((9,), tokens=4, seed=seed)
-        assert await cluster.ask(survivors[0], again) == exact_answer((9,), seed, 4)
-        (placed,) = survivors[0].instances()
-        assert victim.node_id not in placed.placement.node_ids
-        assert placed.epoch > instance.epoch
+        survivor = cluster.nodes[0]
+        await cluster.until(lambda: not cluster.fabric.runners_of(survivor.node_id), timeout_seconds=40.0)
+        back = await cluster.restart(victim)
+        await cluster.settle([survivor, back])
+        assert await cluster.ask(survivor, cluster.request((9,), tokens=4, seed=3)) == exact_answer((9,), 3, 4)
 
-    # Each node holds 48 of 64 MiB, so that the two that are left suffice.
-    simulate(scenario, seed)
+    simulate(scenario, seed, count=2)
 
 
 @given(seeds)
@@ -209,7 +225,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(seed: int) -> None:
         cluster.kill(cluster.nodes[1])
         await cluster.until(lambda: len(node.mesh.topology().nodes) == 1)
         await refused(cluster.request((1,), tokens=2), NoRoom, "MiB")
-        assert node.serving.ports.own_card().memory_promised_bytes == 0
+        await cluster.until(lambda: node.serving.ports.own_card().memory_promised_bytes == 0, timeout_seconds=1.0)
 
     simulate(scenario, seed)
 

@@ -8,6 +8,8 @@ from meshinfer.base.units import MIB
 from meshinfer.serving.seats import (
     FAILED_LINGER_SECONDS,
     MISSING_GRACE_SECONDS,
+    WARM_SECONDS,
+    RebindRunner,
     SeatKey,
     SeatLedger,
     StaleEpoch,
@@ -80,9 +82,10 @@ def test_memory_is_promised_once_and_the_refusal_has_the_numbers() -> None:
 def test_a_newer_epoch_takes_the_memory_of_the_older() -> None:
     book = ledger()
     ready(book)
-    book.lease(key(2), placement(), 90 * MIB, now=1.0)  # 60 + 90 would not fit side by side
-    effects = book.commit(ref(2), now=1.0)
-    assert [type(effect) for effect in effects] == [StopRunner, StartRunner]
+    wider = placement(512)
+    book.lease(key(2), wider, 90 * MIB, now=1.0)  # 60 + 90 would not fit side by side
+    effects = book.commit(ref(2, wider), now=1.0)
+    assert effects == [StopRunner(key(1), "epoch 2 took its place"), StartRunner(key(2), wider)]
     assert [report.epoch for report in book.reports()] == [2]
     assert book.promised_bytes == 90 * MIB
 
@@ -112,13 +115,10 @@ def test_release_stops_the_runner_and_says_what_it_freed() -> None:
     assert book.release(ref()) == (0, [])
 
 
-@pytest.mark.parametrize(
-    "message",
-    [RunnerFailed("corrupt_model", "file x is cut short"), ChannelLost("activations", 1, "reset by peer")],
-)
-def test_a_failed_seat_frees_its_memory_at_once_and_says_why_for_a_while(message: RunnerFailed | ChannelLost) -> None:
+def test_a_failed_seat_frees_its_memory_at_once_and_says_why_for_a_while() -> None:
     book = ledger()
     ready(book)
+    message = RunnerFailed("corrupt_model", "file x is cut short")
     effects = book.runner_said(key(), message, now=5.0)
     assert [type(effect) for effect in effects] == [StopRunner]
     assert book.promised_bytes == 0
@@ -157,12 +157,62 @@ def instance(book: SeatLedger, state: str, epoch: int = 1, of: Placement | None 
     return Instance(INSTANCE, epoch, of or placement(), state, 1.0, (mine, beside), error)  # type: ignore[arg-type]
 
 
-def test_a_dead_node_frees_the_seats_beside_it_at_once() -> None:
+@pytest.mark.parametrize("how", ["its channel broke", "its node is gone", "it failed"])
+def test_layers_stay_warm_when_the_seat_beside_is_lost_and_the_next_epoch_takes_them_up(how: str) -> None:
     book = ledger()
     ready(book)
-    effects = book.view_changed([instance(book, "broken")], frozenset({ME}), now=1.0)
-    assert [type(effect) for effect in effects] == [StopRunner]
+    if how == "its channel broke":
+        effects = book.runner_said(key(), ChannelLost("activations", 1, "reset by peer"), now=1.0)
+    else:
+        live = frozenset({ME}) if how == "its node is gone" else frozenset({ME, OTHER})
+        effects = book.view_changed([instance(book, "broken", error="out of memory")], live, now=1.0)
+    assert effects == []
+    (report,) = book.reports()
+    assert report.state == "cut"
+    assert report.error
     assert book.promised_bytes == 0
+
+    other_last = Placement(
+        ModelId("tiny"), "d" * 64, 8, "pipeline", "libp2p", 256, 1, (Seat(ME, 0, 4), Seat(NodeId("new"), 4, 8))
+    )
+    book.lease(key(2), other_last, 60 * MIB, now=2.0)
+    assert book.commit(ref(2, other_last), now=2.0) == [RebindRunner(key(1), key(2), other_last)]
+    (report,) = book.reports()
+    assert (report.epoch, report.state, report.progress) == (2, "linking", 1.0)
+    assert book.promised_bytes == 60 * MIB
+    book.runner_said(key(2), Linked(), now=3.0)
+    assert book.reports()[0].state == "ready"
+
+
+def test_warm_layers_are_given_up_after_a_while() -> None:
+    book = ledger()
+    ready(book)
+    book.runner_said(key(), ChannelLost("activations", 1, "reset by peer"), now=1.0)
+    assert book.next_wakeup() == 1.0 + WARM_SECONDS
+    assert [type(effect) for effect in book.tick(1.0 + WARM_SECONDS)] == [StopRunner]
+    assert book.reports() == ()
+
+
+def test_warm_layers_are_given_up_for_whoever_needs_their_memory() -> None:
+    book = ledger()
+    ready(book)
+    book.runner_said(key(), ChannelLost("activations", 1, "reset by peer"), now=1.0)
+    other = SeatKey(InstanceId("other"), 1, 0)
+    book.lease(other, placement(512), 90 * MIB, now=2.0)
+    effects = book.commit(SeatRef(other.instance_id, 1, placement(512).placement_id), now=2.0)
+    assert effects == [StopRunner(key(), "its memory is needed"), StartRunner(other, placement(512))]
+
+
+def test_other_layers_or_another_reservation_are_loaded_anew() -> None:
+    for changed in (
+        placement(512),
+        Placement(ModelId("tiny"), "d" * 64, 8, "pipeline", "libp2p", 256, 1, (Seat(ME, 0, 8),)),
+    ):
+        book = ledger()
+        ready(book)
+        book.lease(key(2), changed, 60 * MIB, now=2.0)
+        effects = book.commit(ref(2, changed), now=2.0)
+        assert [type(effect) for effect in effects] == [StopRunner, StartRunner]
 
 
 def test_a_seat_that_is_not_in_the_view_yet_has_a_grace() -> None:
@@ -173,15 +223,16 @@ def test_a_seat_that_is_not_in_the_view_yet_has_a_grace() -> None:
     assert book.view_changed([instance(book, "ready")], live, now=2.0) == []
     assert book.view_changed([instance(book, "placing")], live, now=3.0) == []
     assert book.tick(3.0 + MISSING_GRACE_SECONDS - 0.1) == []
-    assert [type(e) for e in book.tick(3.0 + MISSING_GRACE_SECONDS)] == [StopRunner]
+    assert book.tick(3.0 + MISSING_GRACE_SECONDS) == []
+    assert book.reports()[0].state == "cut"
 
 
 def test_a_newer_epoch_or_a_winning_rival_in_the_view_frees_ours() -> None:
     live = frozenset({ME, OTHER})
-    for newer in ({"epoch": 2}, {"of": placement(512)}, {"error": "out of memory"}):
+    for newer in ({"epoch": 2}, {"of": placement(512)}):
         book = ledger()
         ready(book)
-        effects = book.view_changed([instance(book, "broken" if "error" in newer else "ready", **newer)], live, now=1.0)  # type: ignore[arg-type]
+        effects = book.view_changed([instance(book, "ready", **newer)], live, now=1.0)  # type: ignore[arg-type]
         assert [type(effect) for effect in effects] == [StopRunner], newer
 
 

@@ -1,0 +1,70 @@
+"""A runner process that waits for its seat.
+
+Starting one takes about two seconds, nearly all of it Python importing MLX and mlx-lm; a process
+that has done so already turns that into nothing. One is kept while there is memory for it. It is not
+a seat: nobody can see it in the mesh, and it gives way as soon as its memory is promised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from meshinfer.serving.runners import Runner
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often it is looked whether a spare may be kept. A seat that needs its memory waits no longer than this, and in
+truth not at all: the seat takes the spare itself."""
+
+
+class Spares:
+    """At most one idle runner.
+
+    Args:
+        start: makes a fresh runner.
+        may_keep: whether there is memory for one now.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[Runner]], may_keep: Callable[[], bool]) -> None:
+        self._start = start
+        self._may_keep = may_keep
+        self._spare: Runner | None = None
+
+    async def take(self) -> Runner:
+        """The spare, or a fresh one. Raises OSError if no process can be started."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.is_alive:
+            return spare
+        if spare is not None:
+            await spare.stop()
+        return await self._start()
+
+    async def run(self) -> None:
+        """Keep one as long as that is allowed."""
+        try:
+            while True:
+                await trio.sleep(LOOK_SECONDS)
+                await self._look()
+        finally:
+            if self._spare is not None:
+                await self._spare.stop()
+
+    async def _look(self) -> None:
+        spare = self._spare
+        if spare is not None and not (spare.is_alive and self._may_keep()):
+            self._spare = None
+            await spare.stop()
+        elif spare is None and self._may_keep():
+            try:
+                started = await self._start()
+            except OSError as error:
+                log.warning("no spare runner: %s", error)
+                return
+            if self._spare is None:
+                self._spare = started
+            else:
+                await started.stop()
