@@ -16,11 +16,13 @@ import argparse
 import json
 import logging
 import os
+import queue
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,9 +42,12 @@ from meshinfer.wire.runner_control import (
     Loaded,
     Loading,
     LoadSeat,
+    Rebind,
     RunnerFailed,
     StopRunner,
 )
+
+log = logging.getLogger(__name__)
 
 # Spare buffers that MLX keeps: enough for a prefill chunk's temporaries, an eighth of the seat's memory at most.
 _FREED_BUFFERS_BYTES = 256 * 1024**2
@@ -76,17 +81,17 @@ def main() -> None:
 
 
 def be_seat(connection: socket.socket) -> NoReturn:
-    """Be what the agent's first message says, until the agent is gone or says stop."""
+    """Be what the agent's first message says, until the agent is gone or says stop.
+
+    MLX is imported before that message is waited for, so that an agent can keep a process at hand.
+    """
     progress, mailbox = Progress(), Mailbox()
     link = AgentLink(connection, progress)
+    first: queue.Queue[LoadSeat] = queue.Queue(1)
+    link.start(_Orders(mailbox, link, first).obey)
     try:
-        load = link.receive_first()
-        if not isinstance(load, LoadSeat):
-            raise ProtocolError(f"{type(load).__name__} from the agent", expected="LoadSeat first")  # noqa: TRY301 - told below
-        doors = Doors(load.bind_host, mailbox)
-        link.start(lambda message: _obey(message, doors, link))
-        link.send(doors.listening)
-        _work(load, mailbox, progress, link)
+        platform = prepare_process()
+        _work(platform, first.get(), mailbox, progress, link)
     except MeshinferError as error:
         link.send(RunnerFailed(error.code, error.what[:2048], error.expected[:512], error.do[:512]))
     except Exception as error:  # noqa: BLE001 - whatever it is ends this process, and its agent must learn what it was
@@ -95,44 +100,76 @@ def be_seat(connection: socket.socket) -> NoReturn:
     link.end_process(1)
 
 
-def _obey(message: AgentMessage, doors: Doors, link: AgentLink) -> None:
-    match message:
-        case ExpectChannel():
-            doors.expect(message)
-        case DialChannel():
-            doors.dial(message)
-        case StopRunner():
-            link.end_process(0)
-        case LoadSeat():
-            raise ProtocolError("a second LoadSeat", expected="one: a runner is one seat")
+class _Orders:
+    """What the agent says, on the thread that hears it."""
+
+    def __init__(self, mailbox: Mailbox, link: AgentLink, first: queue.Queue[LoadSeat]) -> None:
+        self._mailbox = mailbox
+        self._link = link
+        self._first = first
+        self._doors: Doors | None = None
+        """Open from LoadSeat on: before it, nobody has said on which address."""
+
+    def obey(self, message: AgentMessage) -> None:
+        if isinstance(message, StopRunner):
+            self._link.end_process(0)
+        elif isinstance(message, LoadSeat) == (self._doors is not None):
+            raise ProtocolError(f"{type(message).__name__} from the agent", expected="one LoadSeat, then the others")
+        elif isinstance(message, LoadSeat):
+            self._doors = Doors(message.bind_host, self._mailbox)
+            self._link.send(self._doors.listening)
+            self._link.beat()
+            self._first.put(message)
+        elif self._doors is not None:
+            match message:
+                case ExpectChannel():
+                    self._doors.expect(message)
+                case DialChannel():
+                    self._doors.dial(message)
+                case Rebind():
+                    self._doors.rebind(message)
 
 
-def _work(load: LoadSeat, mailbox: Mailbox, progress: Progress, link: AgentLink) -> None:
+def _work(platform: Platform, load: LoadSeat, mailbox: Mailbox, progress: Progress, link: AgentLink) -> NoReturn:
     """Load, then run steps for ever, on this thread: MLX's one."""
-    began = time.monotonic()
-    platform = prepare_process()
-    logging.getLogger(__name__).info("seat %d computes on %s, %s", load.seat_index, platform.accelerator, platform.blas)
+    log.info("seat %d computes on %s, %s", load.seat_index, platform.accelerator, platform.blas)
     from meshinfer.engine.loader import load_seat  # noqa: PLC0415 - after prepare_process
     from meshinfer.engine.memory import bound_freed_buffers, read_memory  # noqa: PLC0415
     from meshinfer.engine.stepping import Stepper  # noqa: PLC0415
     from meshinfer.pipeline.head import max_step_tokens  # noqa: PLC0415
     from meshinfer.pipeline.seat import Seat  # noqa: PLC0415
 
+    began = time.monotonic()
     spare = load.memory_limit_bytes // 8
     bound_freed_buffers(min(spare, _FREED_BUFFERS_BYTES) if spare else _FREED_BUFFERS_BYTES)
     load.placement.validate()
-    place = load.placement.seats[load.seat_index]
+    layers = _layers(load)
     loaded = load_seat(
         Path(load.model_path),
-        place.start,
-        place.end,
+        *layers,
         computes_float32=platform.computes_float32,
         progress=lambda done, total: link.send(Loading(done, total)),
     )
     stepper = Stepper(loaded, max_rows=load.placement.concurrency, max_tokens=max_step_tokens(load))
     memory = read_memory()
     link.send(Loaded(memory.active, memory.resident, time.monotonic() - began))
-    Seat(load, stepper, mailbox, progress, link.send).run()
+    while True:
+        rebind = Seat(load, stepper, mailbox, progress, link.send).run()
+        before = load.placement
+        load = replace(load, epoch=rebind.epoch, placement=rebind.placement, seat_index=rebind.seat_index)
+        load.placement.validate()
+        after = load.placement
+        if (_layers(load), after.model_digest, after.concurrency) != (layers, before.model_digest, before.concurrency):
+            raise ProtocolError(
+                f"a rebinding of layers {layers} to {_layers(load)}", expected="the same layers, model and concurrency"
+            )
+
+
+def _layers(load: LoadSeat) -> tuple[int, int]:
+    if load.seat_index >= len(load.placement.seats):
+        raise ProtocolError(f"seat {load.seat_index} of {len(load.placement.seats)}", expected="one of the placement")
+    seat = load.placement.seats[load.seat_index]
+    return seat.start, seat.end
 
 
 # --- short jobs ---------------------------------------------------------------------------------

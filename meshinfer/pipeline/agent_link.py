@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from meshinfer.base.errors import PeerLost, ProtocolError
+from meshinfer.base.errors import ProtocolError
 from meshinfer.pipeline.progress import Progress
 from meshinfer.wire.codec import MAX_MESSAGE_BYTES
 from meshinfer.wire.runner_control import AGENT_MESSAGES, RUNNER_MESSAGES, AgentMessage, RunnerMessage
@@ -24,8 +24,6 @@ from meshinfer.wire.runner_control import AGENT_MESSAGES, RUNNER_MESSAGES, Agent
 HEARTBEAT_SECONDS = 0.5
 LAST_WORDS_SECONDS = 1.0
 """For what is still to be sent when the process ends; an agent that does not read is not waited for."""
-FIRST_MESSAGE_SECONDS = 60.0
-"""An agent sends LoadSeat at once; one that does not is not an agent."""
 _OUTBOX_MESSAGES = 1024
 """A loading report for each layer, and some. Full only when the agent has stopped reading for minutes."""
 
@@ -38,27 +36,16 @@ class AgentLink:
         self._progress = progress
         self._outbox: queue.Queue[RunnerMessage | None] = queue.Queue(_OUTBOX_MESSAGES)
         self._exit_code = 0
-
-    def receive_first(self) -> AgentMessage:
-        """Before `start`: what to be.
-
-        Raises:
-            PeerLost: the agent is gone or says nothing.
-        """
-        self._connection.settimeout(FIRST_MESSAGE_SECONDS)
-        try:
-            message = self._receive()
-        except OSError as error:
-            raise PeerLost(f"no first message from the agent: {error}") from error
-        self._connection.settimeout(None)
-        if message is None:
-            raise PeerLost("the agent closed the socket pair before its first message")
-        return message
+        self._beats = False
 
     def start(self, handle: Callable[[AgentMessage], None]) -> None:
-        """Begin to send and to beat; `handle` is called on the reader thread with each message."""
+        """Begin to read and send; `handle` is called on the reader thread with each message."""
         threading.Thread(target=self._read, args=(handle,), name="agent reads", daemon=True).start()
         threading.Thread(target=self._write, name="agent writes", daemon=True).start()
+
+    def beat(self) -> None:
+        """Begin to send heartbeats. Not before the first message: nobody listens to a process that waits."""
+        self._beats = True
 
     def send(self, message: RunnerMessage) -> None:
         """Leave `message` to be sent, without waiting."""
@@ -90,8 +77,10 @@ class AgentLink:
                 if message is None:
                     os._exit(self._exit_code)
             except queue.Empty:
-                message = self._progress.heartbeat()
                 beat_at = time.monotonic() + HEARTBEAT_SECONDS
+                if not self._beats:
+                    continue
+                message = self._progress.heartbeat()
             body = RUNNER_MESSAGES.encode(message)
             try:
                 self._connection.sendall(struct.pack(">I", len(body)) + body)

@@ -13,7 +13,7 @@ from meshinfer.pipeline.channel import Channel
 from meshinfer.pipeline.mailbox import Broken, Mailbox, Opened
 from meshinfer.transport.certificates import fingerprint, make_certificate
 from meshinfer.transport.tls import WELCOME, Listener, SecureSocket, dial
-from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Listening
+from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Listening, Rebind
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ class Doors:
         self._certificate = make_certificate()
         self._mailbox = mailbox
         self._listener = Listener(bind_host, self._certificate, self._admit)
+        self._epoch = 0
+        """Counts the rebindings: what was asked for before one is of no use after it."""
 
     @property
     def listening(self) -> Listening:
@@ -41,17 +43,27 @@ class Doors:
 
     def dial(self, message: DialChannel) -> None:
         """Begin to dial; the result goes to the mailbox."""
-        threading.Thread(target=self._dial, args=(message,), name="dial", daemon=True).start()
+        threading.Thread(target=self._dial, args=(message, self._epoch), name="dial", daemon=True).start()
 
-    def _dial(self, message: DialChannel) -> None:
+    def rebind(self, message: Rebind) -> None:
+        """From here on channels are the new epoch's."""
+        self._epoch += 1
+        self._listener.expect_nobody()
+        self._mailbox.put(message)
+
+    def _dial(self, message: DialChannel, epoch: int) -> None:
         offer = message.offer
         try:
             secure = dial(offer, self._certificate, DIAL_SECONDS)
         except MeshinferError as error:
-            self._mailbox.put(Broken(message.role, message.to_seat, str(error)))
+            if epoch == self._epoch:
+                self._mailbox.put(Broken(message.role, message.to_seat, str(error)))
             return
         peer = fingerprint(offer.certificate_der)
-        self._mailbox.put(Opened(Channel(message.role, message.to_seat, peer, secure, dialled=True)))
+        if epoch == self._epoch:
+            self._mailbox.put(Opened(Channel(message.role, message.to_seat, peer, secure, dialled=True)))
+        else:
+            secure.close()
 
     def _admit(self, expected: ExpectChannel, secure: SecureSocket) -> None:
         peer = fingerprint(expected.certificate_der)

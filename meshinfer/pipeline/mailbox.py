@@ -1,6 +1,7 @@
 """Where the MLX thread finds what other threads brought: one mailbox with two lanes.
 
-The *seats* lane has steps and answers of the neighbours, and channels that opened or broke; the *origins*
+The *seats* lane has steps and answers of the neighbours, channels that opened or broke, and the agent's
+word that this is another epoch's seat now; the *origins*
 lane has records of origins. They are apart because the head, in the middle of a step, waits for an answer
 and must get past any number of waiting requests to find it.
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from meshinfer.pipeline.channel import Channel
 from meshinfer.wire.frames import Frame
 from meshinfer.wire.messages import ChannelRole
+from meshinfer.wire.runner_control import Rebind
 
 SEATS_LANE_FRAMES = 4
 """The head has one step per stage on its way, so more than a few never wait here; prefill activations are large."""
@@ -48,7 +50,7 @@ class Broken:
     channel: Channel | None = None
 
 
-Mail = Opened | Arrived | Broken
+Mail = Opened | Arrived | Broken | Rebind
 
 
 class Mailbox:
@@ -63,8 +65,7 @@ class Mailbox:
         """Leave `mail`; a frame waits for its place."""
         with self._changed:
             # An origin's end stands behind its records; its opening before any step of its sessions.
-            role = mail.role if isinstance(mail, Broken) else mail.channel.role
-            if role != "origin" or isinstance(mail, Opened):
+            if isinstance(mail, Opened | Rebind) or _role(mail) != "origin":
                 lane, limit = self._seats, SEATS_LANE_FRAMES
             else:
                 lane, limit = self._origins, ORIGINS_LANE_RECORDS
@@ -85,3 +86,7 @@ class Mailbox:
             mail = self._seats.popleft() if self._seats else self._origins.popleft()
             self._changed.notify_all()
             return mail
+
+
+def _role(mail: Arrived | Broken) -> ChannelRole:
+    return mail.role if isinstance(mail, Broken) else mail.channel.role

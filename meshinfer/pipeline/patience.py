@@ -1,9 +1,13 @@
 """How long the head waits for a step's answer. Pure.
 
 Steps are answered in order, so a step's own time runs from the later of two moments: when it was sent, and
-when the step before it was answered. Decode steps take about the same time each; a chunk of prompts takes
-time for its tokens. Five times the moving average, with a floor: what is slower than that has stopped, and
-a stopped peer (unlike a dead one) closes no socket.
+when the step before it was answered. What that time means depends on the pipeline. A step sent into an idle
+one takes the sum of all stages; behind others on their way, it follows at the pace of the slowest stage. So
+decode steps, which the head sends one by one, are measured when the pipeline was idle; chunks of prompts
+are measured per token and stage, and allowed for all stages.
+
+Five times the moving average, with a floor: what is slower than that has stopped. A process that stops
+closes no socket, unlike one that dies.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FACTOR = 5.0
-"""A step beside a long garbage collection or a busy neighbour takes 2 to 3 times its mean; 5 is not seen."""
+"""A step beside a busy neighbour takes 2 to 4 times its mean (measured with eight jobs on two cores)."""
 FLOOR_SECONDS = 2.0
 """A laptop that swaps or whose Wi-Fi roams stalls for about a second. A node that is gone must be noticed in 3."""
-FIRST_SECONDS = 60.0
-"""Until three steps of a kind have been seen: kernels are compiled, pages come in from disk."""
+FIRST_SECONDS = 30.0
+FIRST_SECONDS_PER_TOKEN = 0.5
+"""Until three steps of a kind have been seen: pages come in from disk, and MLX's own BLAS reads 8 tokens a second."""
 FIRST_STEPS = 3
 SMOOTHING = 0.2
 """Weight of the newest step: a mean over about the last ten."""
@@ -24,37 +29,40 @@ SMOOTHING = 0.2
 @dataclass(slots=True)
 class _Mean:
     seconds: float = 0.0
-    """Per unit: a step, or a token of a chunk."""
     seen: int = 0
 
     def add(self, seconds: float) -> None:
         self.seen += 1
-        weight = max(SMOOTHING, 1 / self.seen)
-        self.seconds += weight * (seconds - self.seconds)
+        self.seconds += max(SMOOTHING, 1 / self.seen) * (seconds - self.seconds)
 
 
 class Patience:
-    """Moving averages of one pipeline's steps."""
+    """Moving averages of the steps of a pipeline of `stages` stages."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
         self._decode = _Mean()
+        """Of a step through all stages."""
         self._prefill = _Mean()
-
-    @property
-    def decode_seconds(self) -> float:
-        """Of one step that samples; 0 if there was none."""
-        return self._decode.seconds
+        """Of a token in one stage."""
 
     def allowance(self, chunk_tokens: int) -> float:
-        """Seconds that a step may take; `chunk_tokens` 0 for one that samples (or runs nothing)."""
-        mean, units = (self._prefill, chunk_tokens) if chunk_tokens else (self._decode, 1)
+        """Seconds that a step may take; `chunk_tokens` 0 for one that samples, or runs nothing."""
+        mean = self._prefill if chunk_tokens else self._decode
         if mean.seen < FIRST_STEPS:
-            return FIRST_SECONDS
-        return max(FLOOR_SECONDS, FACTOR * mean.seconds * units)
+            return FIRST_SECONDS + FIRST_SECONDS_PER_TOKEN * chunk_tokens
+        usual = mean.seconds * (chunk_tokens * self._stages if chunk_tokens else 1)
+        return max(FLOOR_SECONDS, FACTOR * usual)
 
-    def observe(self, chunk_tokens: int, seconds: float) -> None:
-        """A step took `seconds`."""
+    def observe(self, chunk_tokens: int, seconds: float, *, was_idle: bool) -> None:
+        """A step took `seconds` of its own time.
+
+        Args:
+            chunk_tokens: as for `allowance`.
+            seconds: from the later of its sending and the answer before it.
+            was_idle: nothing else was on its way when it was sent.
+        """
         if chunk_tokens:
-            self._prefill.add(seconds / chunk_tokens)
-        else:
+            self._prefill.add(seconds / chunk_tokens / (self._stages if was_idle else 1))
+        elif was_idle:
             self._decode.add(seconds)

@@ -10,7 +10,7 @@ answers are function calls. Whatever other threads bring comes through the mailb
 
 A channel between seats that breaks ends the instance: every session is told, caches are freed, the other
 seats' channels are closed so that the news runs along the pipeline, and the agent is told. The process
-stays, for its agent to decide.
+stays, for its agent to decide: it ends it, or lets the loaded layers go on as a seat of the next epoch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshinfer.wire.records import (
     RunnerRecord,
     SessionFailed,
 )
-from meshinfer.wire.runner_control import ChannelLost, Linked, LoadSeat, RunnerMessage
+from meshinfer.wire.runner_control import ChannelLost, Linked, LoadSeat, Rebind, RunnerMessage
 from meshinfer.wire.steps import StepAnswer, StepControl
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,14 @@ MAIL_PER_TURN = 64
 """So that a flood of requests cannot keep the running sessions from their turn."""
 REFRESH_SECONDS = 0.2
 """Counting the caches' bytes takes about 0.1 ms for 30 layers: not after every step."""
+
+
+class _Rebound(Exception):
+    """Unwinds whatever is being done, a step that waits for its answer too."""
+
+    def __init__(self, message: Rebind) -> None:
+        self.message = message
+        super().__init__()
 
 
 class Seat:
@@ -108,12 +116,18 @@ class Seat:
         """Every channel that it needs is open, or was."""
         return len(self._seats) == len(self._needed)
 
-    def run(self) -> None:
-        """Work until the process ends."""
+    def run(self) -> Rebind:
+        """Work until the agent wants these layers to be another epoch's seat; nothing is held for this one then."""
         if self._is_linked:
             self._tell(Linked())
-        while True:
-            self._work()
+        try:
+            while True:
+                self._work()
+        except _Rebound as rebound:
+            self._drop_sessions(f"the instance goes on as epoch {rebound.message.epoch}")
+            for channel in (*self._seats.values(), *self._origins.values()):
+                channel.end("its epoch is over")
+            return rebound.message
 
     def _work(self) -> None:
         head = self._head
@@ -149,7 +163,10 @@ class Seat:
                 if channel is None or channel in self._seats.values():
                     raise PipelineBroken(role, seat, reason)
             case Arrived(channel, frame):
-                self._receive(channel, frame)
+                if channel in self._seats.values() or self._origins.get(channel.peer) is channel:
+                    self._receive(channel, frame)
+            case Rebind():
+                raise _Rebound(mail)
 
     def _start(self, channel: Channel) -> None:
         def deliver(frame: Frame) -> None:
@@ -269,14 +286,17 @@ class Seat:
         self._broken = str(error)
         log.warning("the pipeline is broken: %s", error)
         self._tell(ChannelLost(error.role, error.seat, error.reason[:512]))
+        self._drop_sessions(self._broken)
+        for channel in self._seats.values():
+            channel.end("the pipeline is broken")
+
+    def _drop_sessions(self, why: str) -> None:
         for part in (self._head, self._tail):
             if part is not None:
-                part.fail_all("peer_lost", self._broken[:2048])
+                part.fail_all("peer_lost", why[:2048])
         if self._head is not None:
             # What was on its way never comes back; nothing of the old batch may be looked at again.
             self._head = Head(self._load, self._stepper, self._run_step, self._wait)
-        for channel in self._seats.values():
-            channel.end("the pipeline is broken")
         self._stepper.clear()
         self._progress.busy_since = None
         self._refreshed_at = 0.0

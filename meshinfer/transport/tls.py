@@ -259,6 +259,11 @@ class Listener:
             self._expected.append((channel, time.monotonic() + channel.lapses_in_seconds))
             self._context = None
 
+    def expect_nobody(self) -> None:
+        """Forget whoever was expected."""
+        with self._lock:
+            self._expected, self._context = [], None
+
     def statistics(self) -> ListenerStatistics:
         with self._lock:
             return ListenerStatistics(len(self._expected), len(self._handshakes), self._admitted, self._refused)

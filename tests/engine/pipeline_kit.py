@@ -50,6 +50,7 @@ from meshinfer.wire.runner_control import (
     Listening,
     Loaded,
     LoadSeat,
+    Rebind,
     RunnerMessage,
 )
 
@@ -149,6 +150,14 @@ class RunnerUnderTest:
             result = found()
         assert isinstance(result, kind), f"no {kind.__name__}; it said {self.messages}, code {self.process.poll()}"
         return result
+
+    def wait_for_nth(self, kind: type[Any], count: int) -> None:
+        with self._said:
+            self._said.wait_for(lambda: self._count(kind) >= count or self.gone, PATIENCE)
+        assert self._count(kind) >= count, f"it said {self.messages}, code {self.process.poll()}"
+
+    def _count(self, kind: type[Any]) -> int:
+        return sum(isinstance(message, kind) for message in self.messages)
 
     def wait_exit(self) -> int:
         return self.process.wait(PATIENCE)
@@ -260,19 +269,38 @@ class PipelineUnderTest:
         edges = [0, *cuts, layers]
         seats = tuple(Seat(NodeId(f"node{i}"), a, b) for i, (a, b) in enumerate(itertools.pairwise(edges)))
         self.placement = Placement(ModelId("tiny"), "digest", layers, "pipeline", "libp2p", context, concurrency, seats)
+        self.epoch = EPOCH
+        self.chunk = chunk
         self.runners = [RunnerUnderTest() for _ in seats]
-        for index, runner in enumerate(self.runners):
-            runner.send(LoadSeat(str(model), INSTANCE, EPOCH, self.placement, index, "127.0.0.1", chunk, 0))
-        for runner in self.runners:
-            runner.wait_for(Listening)
-        last = len(seats) - 1
+        for index in range(len(seats)):
+            self.load(index, model)
+        self.link_all()
+
+    def load(self, index: int, model: Path) -> None:
+        message = LoadSeat(str(model), INSTANCE, self.epoch, self.placement, index, "127.0.0.1", self.chunk, 0)
+        self.runners[index].send(message)
+
+    def link_all(self) -> None:
+        linked = [sum(isinstance(message, Linked) for message in runner.messages) for runner in self.runners]
+        last = len(self.runners) - 1
         for index in range(last):
             self.link(index, index + 1, "activations")
         if last:
             self.link(last, 0, "samples")
-        for runner in self.runners:
+        for runner, before in zip(self.runners, linked, strict=True):
             runner.wait_for(Loaded)
-            runner.wait_for(Linked)
+            runner.wait_for_nth(Linked, before + 1)
+
+    def replace(self, seat: int, model: Path) -> None:
+        """Another process takes the place of `seat`; the others go on in the next epoch with what they have loaded."""
+        self.epoch += 1
+        self.runners[seat].close()
+        for index, runner in enumerate(self.runners):
+            if index != seat:
+                runner.send(Rebind(self.epoch, self.placement, index))
+        self.runners[seat] = RunnerUnderTest()
+        self.load(seat, model)
+        self.link_all()
 
     def expect(self, seat: int, role: ChannelRole, from_seat: int, certificate_der: bytes) -> ChannelOffer:
         return self.expect_of(self.runners[seat], role, from_seat, certificate_der)

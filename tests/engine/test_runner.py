@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
 from pipeline_kit import (
     EPOCH,
     INSTANCE,
@@ -29,9 +30,11 @@ from meshinfer.base.errors import PeerLost, Refused
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.transport.certificates import make_certificate
+from meshinfer.transport.origin import open_origin_channel
 from meshinfer.transport.tls import Listener, SecureSocket, dial
 from meshinfer.wire.codec import encode
 from meshinfer.wire.frames import Frame, FrameKind, Tensor, TensorSpec, encode_frame
+from meshinfer.wire.records import Prefilled, Token
 from meshinfer.wire.runner_control import (
     ChannelLost,
     DialChannel,
@@ -41,6 +44,7 @@ from meshinfer.wire.runner_control import (
     Loaded,
     Loading,
     LoadSeat,
+    Rebind,
     RunnerFailed,
     StopRunner,
 )
@@ -109,6 +113,22 @@ def test_an_origin_that_talks_nonsense_is_shown_out(model: Path):
         assert liar.recv_into(memoryview(bytearray(1)), PATIENCE) == 0
         liar.close()
     assert len(origin.tokens(record)) == 199
+    pipeline.close()
+
+
+async def test_an_agent_gets_tokens_straight_from_the_last_stage(model: Path):
+    pipeline = await trio.to_thread.run_sync(PipelineUnderTest, model, (3,))
+    me = make_certificate()
+    record = session([4, 4, 2], 9)
+    with trio.fail_after(PATIENCE):
+        last = await open_origin_channel(pipeline.expect(1, "origin", -1, me.der), me, timeout_seconds=PATIENCE)
+        head = await open_origin_channel(pipeline.expect(0, "origin", -1, me.der), me, timeout_seconds=PATIENCE)
+        await head.send(record)
+        tokens = [await last.receive() for _ in range(9)]
+        assert [t.token_id for t in tokens if isinstance(t, Token)] == plain_greedy(model, [4, 4, 2], 9)
+        assert await head.receive() == Prefilled(record.session_id, 2, 3)
+        await head.aclose()
+        await last.aclose()
     pipeline.close()
 
 
@@ -221,6 +241,41 @@ def test_it_ends_with_its_agent(model: Path, runner: RunnerUnderTest):
     runner.wait_for(Linked)
     runner.socket.shutdown(socket.SHUT_RDWR)
     assert runner.wait_exit() == 0
+
+
+def test_a_process_that_waits_for_its_seat_stops_when_told(runner: RunnerUnderTest):
+    runner.send(StopRunner())
+    assert runner.wait_exit() == 0
+
+
+def test_loaded_layers_go_on_in_the_next_epoch(model: Path):
+    pipeline = PipelineUnderTest(model, (3,))
+    origin = pipeline.origin()
+    left_behind = origin.open(session([1], 400))
+    origin.next_token(left_behind)
+    pipeline.runners[1].kill()
+    assert origin.failure(left_behind).code == "peer_lost"
+    pipeline.replace(1, model)
+    origin = pipeline.origin()
+    assert origin.failure(origin.open(session([1], 4))).code == "refused"  # of the old epoch
+    again = session([1, 2, 3], 8, epoch=pipeline.epoch)
+    assert origin.ids(origin.open(again)) == plain_greedy(model, [1, 2, 3], 8)
+    assert sum(isinstance(message, Loaded) for message in pipeline.runners[0].messages) == 1
+    pipeline.close()
+
+
+def test_a_running_session_ends_with_its_epoch(model: Path):
+    pipeline = PipelineUnderTest(model)
+    origin = pipeline.origin()
+    record = origin.open(session([1], 400))
+    origin.next_token(record)
+    pipeline.runners[0].send(Rebind(EPOCH + 1, pipeline.placement, 0))
+    assert "epoch 8" in origin.failure(record).what
+    pipeline.runners[0].wait_for(Heartbeat, lambda beat: beat.cache_bytes == 0)
+    origin = pipeline.origin()
+    again = session([9], 6, epoch=EPOCH + 1)
+    assert origin.ids(origin.open(again)) == plain_greedy(model, [9], 6)
+    pipeline.close()
 
 
 def test_it_stops_when_told(model: Path, runner: RunnerUnderTest):
