@@ -266,7 +266,7 @@ async def test_a_killed_process_is_noticed_and_welcomed_back(nodes: Nodes, tmp_p
 
 
 async def test_a_stopped_process_is_noticed_though_its_sockets_stay_open(nodes: Nodes, tmp_path):
-    here = await nodes.start("here", ping_interval_seconds=0.2, ping_timeout_seconds=1.0)
+    here = await nodes.start("here", silence_seconds=0.2, ping_timeout_seconds=1.0)
     async with in_a_process(tmp_path / "there") as (process, node_id, address):
         await here.dial(address, node_id, PATIENCE_SECONDS)
         process.send_signal(signal.SIGSTOP)
@@ -277,6 +277,19 @@ async def test_a_stopped_process_is_noticed_though_its_sockets_stay_open(nodes: 
         await until(lambda: node_id not in here.peers())
         await here.dial(address, node_id, PATIENCE_SECONDS)
         assert await here.call(node_id, "echo", b"awake", PATIENCE_SECONDS) == b"awake"
+
+
+async def test_an_idle_connection_stays(nodes: Nodes):
+    """Both sides ping, and hear each other, more than once."""
+    one, other = [await nodes.start(name, silence_seconds=0.05, ping_timeout_seconds=5.0) for name in ("one", "other")]
+    await connect(one, other)
+    (link,) = one._connections.of(peer_id_of(other.node_id))
+    heard = link.tcp.bytes_read
+    await until(lambda: link.tcp.bytes_read > heard + 5000)
+    assert one._connections.of(peer_id_of(other.node_id))[0].tcp is link.tcp
+    assert one.events.receive_nowait() == PeerConnected(other.node_id)
+    with pytest.raises(trio.WouldBlock):
+        one.events.receive_nowait()
 
 
 async def test_who_never_answers_a_dial_is_given_up_in_time(nodes: Nodes):

@@ -15,10 +15,11 @@ the oldest, so honest peers, who need 10 ms, come through however many slow ones
 `upgrade_security` of libp2p's own upgrader is replaced by the one that demands the proof, and the
 swarm has no transport to dial with, so there is no way around.
 
-Once up, a connection is pinged every 2 s, and closed when the answer takes more than 2: a process
-that is stopped, or a laptop that is gone, never closes its sockets itself. (The library's own
-monitor pings one connection after another, so that two dead ones delay each other.) Closing takes
-the socket first: libp2p's polite way waits for a lock that a stuck writer holds.
+Once up, a connection from which nothing came for a second is pinged, and closed when nothing comes
+for 2 more: a process that is stopped, or a laptop that is gone, never closes its sockets itself.
+Whoever gossips is heard and needs no ping, and a busy peer that sends anything at all is alive. (The
+library's own monitor pings always, one connection after another, so that two dead ones delay each
+other.) Closing takes the socket first: libp2p's polite way waits for a lock that a stuck writer holds.
 """
 
 from __future__ import annotations
@@ -64,19 +65,19 @@ class CountedTcp(TrioTCPStream):
     def __init__(self, stream: trio.SocketStream) -> None:
         super().__init__(stream)
         self.host, self.port = stream.socket.getpeername()[:2]
-        self._bytes_left: int | None = STRANGER_BYTES
+        self.bytes_read = 0
+        self._trusted = False
 
     def trust(self) -> None:
         """The peer is a member: no budget any more."""
-        self._bytes_left = None
+        self._trusted = True
 
     async def read(self, n: int | None = None) -> bytes:
         # The library passes lengths that the peer has claimed: 2 GiB, and receive_some would allocate them.
         received = await super().read(min(n or LARGEST_READ, LARGEST_READ))
-        if self._bytes_left is not None:
-            self._bytes_left -= len(received)
-            if self._bytes_left < 0:
-                raise ConnectionClosedError("a stranger sent too much")
+        self.bytes_read += len(received)
+        if self.bytes_read > STRANGER_BYTES and not self._trusted:
+            raise ConnectionClosedError("a stranger sent too much")
         return received
 
     def get_remote_address(self) -> tuple[str, int]:
@@ -148,9 +149,11 @@ class Admission(TransportUpgrader):
 class Connections:
     """Makes links of sockets, and watches them until they end."""
 
-    def __init__(self, swarm: Swarm, admission: Admission, *, ping_interval: float, ping_timeout: float) -> None:
+    def __init__(
+        self, swarm: Swarm, admission: Admission, *, silence_seconds: float, ping_timeout_seconds: float
+    ) -> None:
         self._swarm, self._admission = swarm, admission
-        self._ping_interval, self._ping_timeout = ping_interval, ping_timeout
+        self._silence_seconds, self._ping_timeout_seconds = silence_seconds, ping_timeout_seconds
         self._links: dict[IMuxedConn, CountedTcp] = {}
         """All and only connections whose peer has proved its membership, from the proof to the end."""
         self._pending: dict[trio.CancelScope, str] = {}
@@ -218,15 +221,17 @@ class Connections:
         return link
 
     async def watch(self, link: Link) -> None:
-        """Pings `link` until it ends or does not answer; then nothing of it is left."""
+        """Listens for `link` until it ends or stays silent; then nothing of it is left."""
         conn = link.swarm_conn
         try:
             while not conn.is_closed:
-                with trio.move_on_after(self._ping_interval):
+                heard = link.tcp.bytes_read
+                with trio.move_on_after(self._silence_seconds):
                     await conn.event_closed.wait()
-                    break
-                result = await ping_connection(conn, ping_timeout=self._ping_timeout)
-                if not result.success and not conn.is_closed:
+                if link.tcp.bytes_read > heard or conn.is_closed:
+                    continue
+                await ping_connection(conn, ping_timeout=self._ping_timeout_seconds)
+                if link.tcp.bytes_read == heard and not conn.is_closed:
                     log.info("node %s does not answer: connection closed", link.peer)
                     break
         finally:
