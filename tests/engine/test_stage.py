@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
+from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, REFUSED, VOCABULARY, make_model
 
@@ -185,6 +186,34 @@ def test_a_neighbour_of_another_float_type_is_understood() -> None:
     stage = Stage(make_model("llama"), 2, 4)
     (out,) = stage(mx.zeros((2, 3), mx.int32), (mx.ones((2, 3, 32), mx.bfloat16),), stage.make_cache())
     assert out.dtype == mx.float32
+
+
+# --- what we rely on in mlx-lm --------------------------------------------------------------------
+
+
+def test_mlx_lm_names_its_caches_parts_as_we_read_them() -> None:
+    """Read with defaults (`_kind`, `describe`), so that a renaming would otherwise pass in silence."""
+    rotating, chunked, quantized = (
+        caches.RotatingKVCache(8, keep=2),
+        caches.ChunkedKVCache(16),
+        caches.QuantizedKVCache(),
+    )
+    assert (rotating.max_size, rotating.keep, chunked.chunk_size) == (8, 2, 16)
+    assert (quantized.group_size, quantized.bits) == (64, 8)
+    assert caches.CacheList(rotating, chunked).caches == (rotating, chunked)
+    assert caches.ArraysCache(3).cache == [None] * 3
+    kinds = [caches.KVCache, caches.BatchKVCache, caches.BatchRotatingKVCache, caches.ArraysCache, caches.CacheList]
+    assert all(issubclass(kind, caches._BaseCache) for kind in [*kinds, type(rotating), type(chunked), type(quantized)])
+    fresh = caches.KVCache()
+    assert (fresh.keys, fresh.values, fresh.empty()) == (None, None, True)
+
+
+def test_caches_of_different_kinds_never_stand_for_each_other() -> None:
+    several = [caches.KVCache(), caches.RotatingKVCache(8), caches.RotatingKVCache(9), caches.ArraysCache(1)]
+    several += [caches.ArraysCache(2), caches.ChunkedKVCache(8), caches.CacheList(caches.KVCache(), caches.KVCache())]
+    several += [caches.CacheList(caches.KVCache(), caches.RotatingKVCache(8)), caches.RotatingKVCache(8, keep=4)]
+    assert len({stage_module._kind(entry) for entry in several}) == len(several)
+    assert stage_module._kind(caches.RotatingKVCache(8)) == stage_module._kind(caches.RotatingKVCache(8))
 
 
 # --- bytes and graphs -----------------------------------------------------------------------------
