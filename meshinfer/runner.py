@@ -137,7 +137,7 @@ def _work(platform: Platform, load: LoadSeat, mailbox: Mailbox, progress: Progre
     from meshinfer.engine.memory import bound_freed_buffers, read_memory  # noqa: PLC0415
     from meshinfer.engine.stepping import Stepper  # noqa: PLC0415
     from meshinfer.pipeline.head import max_step_tokens  # noqa: PLC0415
-    from meshinfer.pipeline.seat import Seat  # noqa: PLC0415
+    from meshinfer.pipeline.seat_loop import SeatLoop  # noqa: PLC0415
 
     began = time.monotonic()
     spare = load.memory_limit_bytes // 8
@@ -154,7 +154,7 @@ def _work(platform: Platform, load: LoadSeat, mailbox: Mailbox, progress: Progre
     memory = read_memory()
     link.send(Loaded(memory.active, memory.resident, time.monotonic() - began))
     while True:
-        rebind = Seat(load, stepper, mailbox, progress, link.send).run()
+        rebind = SeatLoop(load, stepper, mailbox, progress, link.send).run()
         before = load.placement
         load = replace(load, epoch=rebind.epoch, placement=rebind.placement, seat_index=rebind.seat_index)
         load.placement.validate()

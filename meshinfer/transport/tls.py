@@ -187,11 +187,15 @@ def _open(plain: socket.socket, context: ssl.SSLContext, offer: ChannelOffer, ti
 
 
 def _wrap(plain: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> ssl.SSLSocket:
-    """`plain` with TLS around it, non-blocking, nothing said yet."""
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    plain.setblocking(False)
-    return context.wrap_socket(plain, server_side=server_side, do_handshake_on_connect=False)
+    """`plain` with TLS around it, non-blocking, nothing said yet. Closes it if it is gone already (OSError)."""
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        plain.setblocking(False)
+        return context.wrap_socket(plain, server_side=server_side, do_handshake_on_connect=False)
+    except OSError:
+        plain.close()
+        raise
 
 
 def _shake_hands(tls: ssl.SSLSocket, timeout_seconds: float) -> None:
@@ -288,7 +292,6 @@ class Listener:
             try:
                 tls = _wrap(connection, context, server_side=True)
             except OSError:  # gone already
-                connection.close()
                 continue
             with self._lock:
                 self._handshakes[tls] = None

@@ -41,6 +41,7 @@ class Host:
         self.listener = Listener("127.0.0.1", self.certificate, self._admit)
 
     def _admit(self, channel: ExpectChannel, secure: SecureSocket) -> None:
+        self.opened.append(secure)
         secure.send_all(WELCOME)
         self.admitted.put((channel, secure))
 
@@ -56,9 +57,7 @@ class Host:
         return True
 
     def next_admitted(self) -> tuple[ExpectChannel, SecureSocket]:
-        channel, secure = self.admitted.get(timeout=PATIENCE)
-        self.opened.append(secure)
-        return channel, secure
+        return self.admitted.get(timeout=PATIENCE)
 
     def dial(self, offer: ChannelOffer, own: Certificate) -> SecureSocket:
         self.opened.append(dial(offer, own, PATIENCE))

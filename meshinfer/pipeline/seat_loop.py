@@ -61,8 +61,8 @@ class _Rebound(Exception):
         super().__init__()
 
 
-class Seat:
-    """One seat of an instance.
+class SeatLoop:
+    """One seat of an instance, at work.
 
     Args:
         load: what to be.
