@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,12 +78,6 @@ async def next_event(transport: Transport, kind: type):
             event = await transport.events.receive()
             if isinstance(event, kind):
                 return event
-
-
-@asynccontextmanager
-async def logged_at_debug(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
-    with caplog.at_level(logging.DEBUG):
-        yield
 
 
 @pytest.fixture
