@@ -46,8 +46,9 @@ LOOK_AROUND_SECONDS = 2.0
 """How often this node looks at its own store and load. Models pulled by the command line show after this."""
 LOAD_STEP = 0.5
 """Processes per core: a change that a planner could care about."""
-GOODBYE_SECONDS = 3.0
-"""For the goodbye to reach the neighbours and the runners to end, when the agent is asked to stop."""
+GOODBYE_SECONDS = 45.0
+"""For this node's own answers to end, its seats to be loaded elsewhere, and the goodbye to be said. A second Ctrl-C
+does not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,8 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
                 await trio.sleep_forever()
             finally:
                 with trio.move_on_after(GOODBYE_SECONDS, shield=True):
+                    await serving.leave(f"node {name} left")
                     await mesh.leave()
-                    await serving.seats.release_all(f"node {name} left")
 
 
 def _make_serving(

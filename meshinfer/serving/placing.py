@@ -16,7 +16,8 @@ what it placed; a refusal or a timeout releases all, and the next candidate is t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -64,6 +65,15 @@ EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 PLACING_TRIES = 3
 """How often one request asks for its model to be placed before its last failure is the answer."""
+FAILURES_BEFORE_ELSEWHERE = 2
+"""A runner that crashed once is made again where it was, since its files are there; after the second time it goes
+elsewhere if it can."""
+FAILURES_SECONDS = 120.0
+"""How long a failure counts. A seat that has served for so long starts with a clean record."""
+REPAIR_SECONDS = 10.0
+"""Between two repairs of one instance that no request asked for: a node that comes and goes does not make it flap."""
+HAND_OVER_SECONDS = 20.0
+"""For the seats of a node that leaves to be loaded elsewhere. Longer, and the person at the keyboard pulls the plug."""
 ANNOUNCE_SECONDS = 5.0
 """How long a placement may take to show in the view (gossip on change takes milliseconds)."""
 
@@ -84,7 +94,61 @@ class Placer:
         """One placing at a time for each model; the locks of idle models are dropped."""
         self._just_placed: dict[InstanceId, _JustPlaced] = {}
         """What was placed here and may not be in the view yet."""
+        self._failures: dict[tuple[InstanceId, NodeId], dict[int, float]] = {}
+        """Of runners, as this planner saw them of late: the epochs in which a node's seat failed, and when."""
         ports.transport.serve(PLACE, self._on_place)
+
+    async def run(self) -> None:
+        """Repair what broke, also when nobody asks for it: the planner that is elected for the model sees to it."""
+        watch = self._ports.watch()
+        not_before: dict[InstanceId, float] = {}
+        while True:
+            now = trio.current_time()
+            not_before = {key: at for key, at in not_before.items() if at > now}
+            for instance in self._ports.instances():
+                if self._should_repair(instance) and instance.instance_id not in not_before:
+                    not_before[instance.instance_id] = now + REPAIR_SECONDS
+                    await self._repair(instance)
+            with trio.move_on_at(min(not_before.values(), default=math.inf)):
+                await watch.changed()
+
+    def _should_repair(self, instance: Instance) -> bool:
+        elected = elect(instance.placement.model_id, self._ports.topology().by_id)[:1]
+        return instance.state == "broken" and elected == (self._ports.node_id,)
+
+    async def _repair(self, instance: Instance) -> None:
+        placement = instance.placement
+        workload = Workload(placement.context_tokens, placement.concurrency)
+        try:
+            await self.place_here(Place(placement.model_id, workload, Constraints()))
+        except MeshinferError as error:
+            log.warning("instance %s (%s) is not repaired: %s", instance.instance_id, placement.model_id, error)
+
+    async def hand_over(self, instance: Instance) -> bool:
+        """This node is about to leave: give its seats of `instance` to others. False if nobody can take them."""
+        me = self._ports.node_id
+        info = await self._ports.model_cards.get(instance.placement.model_id)
+        topology = _with_memory_of(self._ports.topology(), instance)
+        others = Topology.of((node for node in topology.nodes if node.node_id != me), topology.links)
+        mine = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id == me]
+        chunk = self._ports.settings.prefill_chunk_tokens
+        plans = repairs(instance.placement, mine, others, info.card, prefill_chunk_tokens=chunk)
+        workload = Workload(instance.placement.context_tokens, instance.placement.concurrency)
+        plans += self._plan(others, info.card, workload, Constraints()).plans
+        try:
+            placed = await self._make(instance.instance_id, instance.epoch + 1, plans, [])
+        except NoRoom as error:
+            log.warning("nobody can take over instance %s: %s", instance.instance_id, error)
+            return False
+        watch = self._ports.watch()
+        with trio.move_on_after(HAND_OVER_SECONDS):
+            while True:
+                for now in self._ports.instances():
+                    taken_over = now.instance_id == placed.instance_id and now.epoch >= placed.epoch
+                    if taken_over and now.state in {"ready", "broken"}:
+                        return now.state == "ready"
+                await watch.changed()
+        return False
 
     # --- the origin's side ----------------------------------------------------------------------
 
@@ -103,7 +167,7 @@ class Placer:
         watch = self._ports.watch()
         for _ in range(PLACING_TRIES):
             instance = self._instance_of(model_id)
-            if instance is None or instance.state == "broken":
+            if instance is None or not self._is_usable(instance):
                 waiting(Waiting("planning", 0.0))
                 placed = await self.place(Place(model_id, workload, Constraints()))
                 instance = await self.appears(placed)
@@ -111,10 +175,9 @@ class Placer:
                 waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
                 await watch.changed()
                 now = self._instance_of(model_id)
-                if now is None or now.state == "broken":
-                    failure = (
-                        now and now.error
-                    ) or f"a node of instance {instance.instance_id} was lost while it loaded"
+                if now is None or not self._is_usable(now):
+                    lost = f"a node of instance {instance.instance_id} was lost while it loaded"
+                    failure, now = (now and now.error) or lost, None
                 instance = now
             if instance is not None and instance.state == "ready":
                 return instance
@@ -207,6 +270,12 @@ class Placer:
                 do="`meshinfer plan` shows every candidate with its numbers",
             )
         epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
+        return await self._make(instance_id, epoch, plans, refusals)
+
+    async def _make(
+        self, instance_id: InstanceId, epoch: int, plans: Sequence[Plan], refusals: Sequence[Refusal]
+    ) -> Placed:
+        """Lease and commit the first of `plans` that all its nodes agree to. Raises NoRoom with every reason."""
         failures: list[str] = []
         for candidate in plans:
             why = ""
@@ -228,7 +297,7 @@ class Placer:
     def _plans(self, ask: Place, card: ModelCard, old: Instance | None) -> tuple[list[Plan], list[Refusal]]:
         """Candidates, best first: without the nodes that do not answer right now, if that is possible."""
         topology = _with_memory_of(self._ports.topology(), old)
-        doubtful = self._ports.doubtful()
+        doubtful = self._ports.doubtful() | self._troubled(old)
         sure = Topology.of((node for node in topology.nodes if node.node_id not in doubtful), topology.links)
         refusals: list[Refusal] = []
         for among in (sure, topology) if doubtful else (topology,):
@@ -244,6 +313,31 @@ class Placer:
             if plans:
                 return plans, refusals
         return [], refusals
+
+    def _is_usable(self, instance: Instance) -> bool:
+        """Not broken, and no node of it is silent right now: what waits on a silent node is better repaired."""
+        return instance.state != "broken" and self._ports.doubtful().isdisjoint(instance.placement.node_ids)
+
+    def _troubled(self, old: Instance | None) -> frozenset[NodeId]:
+        """Nodes whose runner for this instance failed again and again of late: its seat goes elsewhere if it can."""
+        if old is None:
+            return frozenset()
+        now = trio.current_time()
+        for seat, report in zip(old.placement.seats, old.reports, strict=True):
+            if report is not None and report.state == "failed":
+                epochs = self._failures.setdefault((old.instance_id, seat.node_id), {})
+                epochs.setdefault(old.epoch, now)
+        for key, epochs in list(self._failures.items()):
+            recent = {epoch: at for epoch, at in epochs.items() if now - at < FAILURES_SECONDS}
+            if recent:
+                self._failures[key] = recent
+            else:
+                del self._failures[key]
+        return frozenset(
+            node
+            for (instance_id, node), epochs in self._failures.items()
+            if instance_id == old.instance_id and len(epochs) >= FAILURES_BEFORE_ELSEWHERE
+        )
 
     def _candidates(self, ask: Place, card: ModelCard, topology: Topology) -> tuple[list[Plan], list[Refusal]]:
         if ask.placement is not None:
@@ -262,17 +356,14 @@ class Placer:
         now = trio.current_time()
         self._just_placed = {key: just for key, just in self._just_placed.items() if just.until > now}
         for instance in self._instances_of(ask.model_id):
-            if _answers(instance.placement, ask) and instance.state != "broken":
+            if _answers(instance.placement, ask) and self._is_usable(instance):
                 return Placed(instance.instance_id, instance.epoch, instance.placement)
         seen = {instance.instance_id for instance in self._ports.instances()}
         for just in self._just_placed.values():
             placement = just.placed.placement
-            same = placement == ask.placement if ask.placement else placement.model_id == ask.model_id
-            if (
-                same
-                and just.placed.instance_id not in seen
-                and set(placement.node_ids) <= set(self._ports.topology().by_id)
-            ):
+            is_live = set(placement.node_ids) <= set(self._ports.topology().by_id)
+            wanted = placement.model_id == ask.model_id and _answers(placement, ask)
+            if wanted and is_live and just.placed.instance_id not in seen:
                 return just.placed
         return None
 
@@ -283,7 +374,7 @@ class Placer:
         while True:
             instance_id = instance_id_for(model_id, replica)
             old = by_id.get(instance_id)
-            if old is None or old.state == "broken":
+            if old is None or not self._is_usable(old):
                 return instance_id, old
             replica += 1
 

@@ -237,13 +237,12 @@ class SeatLedger:
         return [*stopped, *self._make_room(), *rebound, *started]
 
     def release(self, ref: SeatRef) -> tuple[int, list[SeatEffect]]:
-        """Free what is held under `ref` (and older epochs of it). Returns the bytes that are no longer promised."""
+        """Free what is held under `ref`; layers that an older epoch left warm stay. Returns the bytes that are free now."""
         freed = 0
         effects: list[SeatEffect] = []
-        for seat in list(self._seats.values()):
-            if seat.key.instance_id == ref.instance_id and seat.key.epoch <= ref.epoch:
-                freed += seat.promised_bytes
-                effects += self._drop(seat, ref.reason or "released")
+        for seat in self._of(ref):
+            freed += seat.promised_bytes + seat.warm_bytes
+            effects += self._drop(seat, ref.reason or "released")
         self._remember_epoch(ref.instance_id, ref.epoch)
         return freed, effects
 

@@ -29,9 +29,18 @@ class Serving(NamedTuple):
         links = OriginLinks(ports, seats)
         return cls(ports, seats, placer, links, Sessions(ports, placer, links))
 
+    async def leave(self, reason: str) -> None:
+        """Let the requests of this node's own clients end, give its seats to others, free what is left."""
+        await self.sessions.drain()
+        for instance in self.ports.instances():
+            if self.ports.node_id in instance.placement.node_ids and instance.state != "broken":
+                await self.placer.hand_over(instance)
+        await self.seats.release_all(reason)
+
     async def run(self) -> None:
         """Run all of them until cancelled; runners are gone when this returns."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.seats.run, name="seats")
+            nursery.start_soon(self.placer.run, name="repairs")
             nursery.start_soon(self.links.run, name="origin links")
             nursery.start_soon(self.sessions.run, name="sessions")

@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 
 EVENT_BUFFER = 16
 """Between a session and its HTTP response: enough for a burst; beyond it the session's own queue holds the rest."""
+DRAIN_SECONDS = 15.0
+"""How long a node that is asked to leave waits for its own clients' answers. Raising it keeps the person waiting."""
+SILENCE_SECONDS = 1.0
+"""Without a token, while a node of the instance does not answer pings either: then it is not slow but gone."""
 MAX_FAILURES = 6
 """Attempts in a row that brought no token. With the pauses between them they span some 3 s beyond their own waits:
 longer than a dead node can linger in this node's view."""
@@ -75,6 +79,7 @@ class Sessions:
         self._running: dict[SessionId, trio.CancelScope] = {}
         """All and only requests in flight, each with what ends it."""
         self._nursery: trio.Nursery | None = None
+        self._draining = False
 
     async def run(self) -> None:
         """Own the tasks of all requests until cancelled."""
@@ -92,6 +97,13 @@ class Sessions:
             await answered.wait()
             return True, ""
         return False, f"the request tasks did not answer within {READY_SECONDS:.0f} s"
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait a while for those in flight."""
+        self._draining = True
+        with trio.move_on_after(DRAIN_SECONDS):
+            while self._running:  # noqa: ASYNC110 - each ends in its own place; a tenth of a second is soon enough
+                await trio.sleep(0.1)
 
     @property
     def count(self) -> int:
@@ -114,8 +126,8 @@ class Sessions:
         limit = self._ports.settings.request_queue_limit
         if len(self._running) >= limit:
             raise NoRoom(f"this node has {limit} requests in flight", do="try again in a moment, or ask another node")
-        if self._nursery is None:
-            raise NoRoom("this node is starting or ending", do="try again in a moment")
+        if self._nursery is None or self._draining:
+            raise NoRoom("this node is starting or about to leave", do="ask another node")
         events, scope, done = EventStream(EVENT_BUFFER), trio.CancelScope(), trio.Event()
         self._running[request.session_id] = scope
         # Not in a nursery of our own: what the reader raises would come out wrapped in a group.
@@ -205,23 +217,39 @@ class Sessions:
         events: EventStream,
     ) -> Literal["stop", "length"]:
         """Pass tokens on until the last one."""
-        async for record in records:
-            match record:
-                case Prefilled(_, tokens, total):
-                    events.send_nowait(Waiting("prefill", tokens / total if total else 1.0))
-                case SessionFailed(_, code, what):
-                    # refused: the runner has another epoch by now, so the instance that was meant is gone.
-                    raise (PeerLost if code == "refused" else ERRORS_BY_CODE.get(code, GenerationFailed))(what)
-                case Token():
-                    if not token_log.accept(record):
-                        continue
-                    await events.send(Generated(record.index, record.token_id, record.logprob, record.top_logprobs))
-                    if record.finish:
-                        return record.finish
+        nodes = link.instance.placement.node_ids
+        while True:
+            with trio.move_on_after(SILENCE_SECONDS):
+                try:
+                    record = await records.receive()
+                except trio.EndOfChannel:
+                    break
+                if reason := await self._take(record, token_log, events):
+                    return reason
+                continue
+            # A stopped machine keeps its sockets open. Slow is not gone: a neighbour's long prompt may be in the way.
+            if silent := self._ports.doubtful().intersection(nodes):
+                raise PeerLost(f"node {min(silent)} does not answer any more")
         raise PeerLost(
             f"the answer broke off after {len(token_log.emitted)} tokens: {link.lost or 'the session was dropped'}",
             do="ask again: the model will be placed on the nodes that are left",
         )
+
+    async def _take(
+        self, record: RunnerRecord, token_log: TokenLog, events: EventStream
+    ) -> Literal["", "stop", "length"]:
+        """Take in one record; why the answer ends with it, or ''."""
+        match record:
+            case Prefilled(_, tokens, total):
+                events.send_nowait(Waiting("prefill", tokens / total if total else 1.0))
+            case SessionFailed(_, code, what):
+                # refused: the runner has another epoch by now, so the instance that was meant is gone.
+                raise (PeerLost if code == "refused" else ERRORS_BY_CODE.get(code, GenerationFailed))(what)
+            case Token():
+                if token_log.accept(record):
+                    await events.send(Generated(record.index, record.token_id, record.logprob, record.top_logprobs))
+                    return record.finish
+        return ""
 
 
 async def _touch(event: trio.Event) -> None:
