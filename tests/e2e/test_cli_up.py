@@ -120,18 +120,26 @@ def test_ending_it_is_quick_and_leaves_nothing(tmp_path: Path, how: signal.Signa
         assert not (tmp_path / "agent.pid").exists()
 
 
-def test_the_code_of_one_lets_the_other_in(tmp_path: Path):
-    """The README's quickstart, on one machine."""
-    with agent(tmp_path / "first", "--name", "anna", "--loopback") as first:
+def test_the_code_of_one_lets_the_other_in(tmp_path: Path, model_store: Path):
+    """The README's quickstart, on one machine: the second laptop has no model, and answers all the same."""
+    options = ["--loopback", "--memory", "1GiB", "--context", "512", "--concurrency", "1"]
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "models").symlink_to(model_store)
+    with agent(tmp_path / "first", "--name", "anna", *options) as first:
         assert first.started["key_source"] == "made"
         code = json.loads(meshinfer("invite", "--json", home=first.home).stdout)["join_code"]
         joined = meshinfer("join", code, home=tmp_path / "second")
         assert joined.returncode == 0, joined.stderr
 
-        with agent(tmp_path / "second", "--name", "ben", "--loopback") as second:
+        with agent(tmp_path / "second", "--name", "ben", *options) as second:
             deadline = time.monotonic() + 30
             names: set[str] = set()
             while names != {"anna", "ben"} and time.monotonic() < deadline:
                 nodes = json.loads(meshinfer("status", "--json", "--api", second.url).stdout)["topology"]["nodes"]
                 names = {node["name"] for node in nodes.values()}
             assert names == {"anna", "ben"}
+
+            question = ["chat", MODEL, "What is the capital of France?", "--temperature", "0", "--api", second.url]
+            answer = meshinfer(*question)
+            assert answer.returncode == 0, answer.stderr
+            assert "Paris" in answer.stdout
