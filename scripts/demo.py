@@ -9,9 +9,9 @@ What you see, in this order, each step with a deadline:
 6. one agent is killed (SIGKILL); the others notice, and answer again, placed anew on who is left.
 
 How the memory limit is chosen: with the planner itself, on three imaginary nodes. It is the least with
-which any two nodes can hold the model for one conversation (and, since a model that fits one node is
-never split, one node cannot), and a little more. For the first placement so many conversations are
-reserved for that two nodes do not suffice. After the kill, the request's own placement reserves one.
+which two nodes can hold the model for a conversation of 512 tokens (and, since a model that fits one
+node is never split, one node cannot), and a little more. The first placement reserves room for a longer
+conversation, for which two nodes do not suffice. After the kill, the request's own placement reserves 512.
 
 Exit code 0 only if all of that happened. `--keep` then leaves the mesh up until Ctrl-C and prints its
 URLs. `--json FILE` writes the figures. Whatever happens, no process is left behind; when something
@@ -66,7 +66,7 @@ LONG_QUESTION = "Explain in a few sentences what a laptop is."
 LONG_TOKENS = 64
 NAMES = ("anna", "ben", "chris")
 
-# One conversation of half a page. Small, so that the weights and not the cache decide where the model fits.
+# What the agents reserve for requests: half a page. Small, so that weights and not caches decide what fits.
 CONTEXT_TOKENS, CONCURRENCY = 512, 1
 
 RUN_SECONDS = 900.0
@@ -260,14 +260,15 @@ def choose_stage(card: ModelCard) -> Stage:
     while high - low > MIB:
         middle = (low + high) // 2
         low, high = (low, middle) if nodes_needed(card, middle, one) in {1, 2} else (middle, high)
-    memory_bytes = high + high // 50
+    memory_bytes = high + high // 20
     if nodes_needed(card, memory_bytes, one) != 2:
         raise DemoFailedError(f"no memory limit splits {card.model_id} over exactly two nodes")
-    for concurrency in range(2, 64):
-        first = Workload(context_tokens=CONTEXT_TOKENS, concurrency=concurrency)
-        if nodes_needed(card, memory_bytes, first) == 3:
-            return Stage(memory_bytes, first)
-    raise DemoFailedError(f"no number of conversations needs three nodes of {format_bytes(memory_bytes)}")
+    lengths = range(CONTEXT_TOKENS, 16 * CONTEXT_TOKENS, 64)
+    longer = [Workload(context_tokens=length, concurrency=CONCURRENCY) for length in lengths]
+    fitting = [workload for workload in longer if nodes_needed(card, memory_bytes, workload) == 3]
+    if not fitting:
+        raise DemoFailedError(f"no length of conversation needs just three nodes of {format_bytes(memory_bytes)}")
+    return Stage(memory_bytes, fitting[len(fitting) // 2])
 
 
 # --- the story ---------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ def tell(agents: Agents) -> dict[str, Any]:
     stage = choose_stage(info.card)
     screen.print(
         f"{info.card.layer_count} layers, {format_bytes(sum(file.size_bytes for file in info.files))} of files. "
-        f"Each agent may use {format_bytes(stage.memory_bytes)}: no one holds the model, any two just do."
+        f"Each agent may use {format_bytes(stage.memory_bytes)}: none can hold the model alone, two just can."
     )
 
     title("Three agents find each other")
@@ -402,7 +403,7 @@ def tell(agents: Agents) -> dict[str, Any]:
     screen.print(f"[dim]started in {format_seconds(up - began)}, met {format_seconds(met_seconds)} later[/]")
 
     first = stage.first
-    title(f"Where it goes, for {first.concurrency} conversations of {first.context_tokens} tokens")
+    title(f"Where it goes, for a conversation of {first.context_tokens} tokens")
     params = {"model_id": MODEL, "context": first.context_tokens, "concurrency": first.concurrency}
     answer = get(mesh[0].url, "", "/instance/previews", params)
     screen.print(previews(answer["previews"], nodes))
@@ -434,8 +435,8 @@ def tell(agents: Agents) -> dict[str, Any]:
     wait_for("the others notice", NOTICE_SECONDS, lambda: everybody(left))
     noticed_seconds = time.monotonic() - killed
     screen.print(
-        f"[dim]noticed by both others after {format_seconds(noticed_seconds)}; the next question places the model "
-        f"on who is left, for {CONCURRENCY} conversation instead of {first.concurrency}[/]"
+        f"[dim]noticed by both others after {format_seconds(noticed_seconds)}; two have room for {CONTEXT_TOKENS} "
+        f"tokens, which is what a request reserves[/]"
     )
     again = measure(asked)
     instance = instance_at(asked, "ready")
