@@ -61,6 +61,8 @@ WARM_STATES = frozenset({"cut", "linking", "ready"})
 PLACE_TIMEOUT_SECONDS = 10.0
 """For a planner's answer: a model card asked of a peer, and a few candidates' leases, each bounded by the call
 timeout. A planner that dies meanwhile is noticed as a lost peer, sooner."""
+LOOK_SECONDS = 0.1
+"""How often a planner that works on an answer is looked at."""
 EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 PLACING_TRIES = 3
@@ -185,15 +187,36 @@ class Placer:
 
     async def place(self, ask: Place) -> Placed:
         """Have the elected planner place it; the next in order where one does not answer."""
-        order = [node for node in elect(ask.model_id, self._ports.topology().by_id) if node != self._ports.node_id]
-        elected_is_self = elect(ask.model_id, self._ports.topology().by_id)[:1] == (self._ports.node_id,)
-        for planner in () if elected_is_self else order:
-            try:
-                answer = await self._ports.transport.call(planner, PLACE, encode(ask), PLACE_TIMEOUT_SECONDS)
-                return decode(Placed, answer)
-            except (PeerLost, DeadlineExceeded) as error:
-                log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
+        order = elect(ask.model_id, self._ports.topology().by_id.keys() - self._ports.doubtful())
+        me = self._ports.node_id
+        for planner in () if order[:1] == (me,) else order:
+            if planner != me:
+                try:
+                    return decode(Placed, await self._call_planner(planner, encode(ask)))
+                except (PeerLost, DeadlineExceeded) as error:
+                    log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
         return await self.place_here(ask)
+
+    async def _call_planner(self, planner: NodeId, ask: bytes) -> bytes:
+        """Its answer; PeerLost as soon as it falls silent, which is long before the call's own deadline."""
+        answer: list[bytes] = []
+        failure: list[MeshinferError] = []
+
+        async def call(scope: trio.CancelScope) -> None:
+            try:
+                answer.append(await self._ports.transport.call(planner, PLACE, ask, PLACE_TIMEOUT_SECONDS))
+            except MeshinferError as error:
+                failure.append(error)
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call, nursery.cancel_scope)
+            while planner in self._ports.topology().by_id.keys() - self._ports.doubtful():  # noqa: ASYNC110 - silence is no event
+                await trio.sleep(LOOK_SECONDS)
+            nursery.cancel_scope.cancel()
+        if answer:
+            return answer[0]
+        raise failure[0] if failure else PeerLost("it does not answer any more")
 
     async def appears(self, placed: Placed) -> Instance | None:
         """The placed instance once it shows in this node's view; None if it does not in time."""

@@ -37,6 +37,8 @@ DRAIN_SECONDS = 15.0
 """How long a node that is asked to leave waits for its own clients' answers. Raising it keeps the person waiting."""
 SILENCE_SECONDS = 1.0
 """Without a token, while a node of the instance does not answer pings either: then it is not slow but gone."""
+LOOK_SECONDS = 0.1
+"""How often that is looked at once a second has been silent."""
 MAX_FAILURES = 6
 """Attempts in a row that brought no token. With the pauses between them they span some 3 s beyond their own waits:
 longer than a dead node can linger in this node's view."""
@@ -218,15 +220,20 @@ class Sessions:
     ) -> Literal["stop", "length"]:
         """Pass tokens on until the last one."""
         nodes = link.instance.placement.node_ids
+        patience = SILENCE_SECONDS
         while True:
-            with trio.move_on_after(SILENCE_SECONDS):
+            record = None
+            with trio.move_on_after(patience):
                 try:
                     record = await records.receive()
                 except trio.EndOfChannel:
                     break
+            if record is not None:
                 if reason := await self._take(record, token_log, events):
                     return reason
+                patience = SILENCE_SECONDS
                 continue
+            patience = LOOK_SECONDS
             # A stopped machine keeps its sockets open. Slow is not gone: a neighbour's long prompt may be in the way.
             if silent := self._ports.doubtful().intersection(nodes):
                 raise PeerLost(f"node {min(silent)} does not answer any more")
