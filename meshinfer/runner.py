@@ -4,8 +4,9 @@
     describe DIRECTORY ID     print the model's card
     convert-gguf FILE TARGET  make an mlx-lm directory of a GGUF file
     accelerator               print what this machine computes on
+    speed --kinds K,…         measure how fast it does, and how much memory it can give
 
-The last three are short jobs: one JSON line on standard output; on failure it is {"error": …} and the
+The last four are short jobs: one JSON line on standard output; on failure it is {"error": …} and the
 exit code 1. MLX is imported only after `prepare_process` has put its BLAS in place, so imports of what
 uses MLX stand inside functions here.
 """
@@ -46,6 +47,7 @@ from meshinfer.wire.runner_control import (
     RunnerFailed,
     StopRunner,
 )
+from meshinfer.wire.speed_probe import LayerShape, SpeedReport
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,11 @@ def main() -> None:
     convert.add_argument("source", type=Path)
     convert.add_argument("target", type=Path)
     commands.add_parser("accelerator")
+    speed = commands.add_parser("speed")
+    speed.add_argument("--kinds", default="")
+    speed.add_argument("--shapes", default="", help="one for each kind, such as 576x1536x9x3x49152")
+    speed.add_argument("--seconds", type=float, default=5.0)
+    speed.add_argument("--memory-bytes", type=int, default=0, help="0: no trial")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
     match given.command:
@@ -73,6 +80,8 @@ def main() -> None:
             _job(lambda: _describe(given.directory, given.model_id))
         case "convert-gguf":
             _job(lambda: _convert(given.source, given.target))
+        case "speed":
+            _job(lambda: _speed(given.kinds, given.shapes, given.seconds, given.memory_bytes))
         case _:
             _job(_accelerator)
 
@@ -220,6 +229,24 @@ def _accelerator() -> str:
             "blas": platform.blas,
         }
     )
+
+
+def _speed(kinds: str, shapes: str, seconds: float, memory_bytes: int) -> str:
+    # Whatever a person does with this machine meanwhile comes first. Never raised again: the process is short.
+    os.nice(10)
+    named = [kind for kind in kinds.split(",") if kind]
+    given = [LayerShape.parse(shape) for shape in shapes.split(",") if shape] or [LayerShape()] * len(named)
+    if len(given) != len(named):
+        raise BadInput(f"{len(given)} shapes for {len(named)} kinds", expected="one for each, or none")
+    platform = prepare_process()
+    from meshinfer.engine.memory_trial import TRIAL_SECONDS, try_memory  # noqa: PLC0415 - after prepare_process
+    from meshinfer.engine.speed import measure_speeds  # noqa: PLC0415
+
+    began = time.monotonic()
+    for_kinds = seconds - (TRIAL_SECONDS if memory_bytes else 0.0)
+    measured = measure_speeds(list(zip(named, given, strict=True)), platform, for_kinds)
+    memory = try_memory(memory_bytes) if memory_bytes else None
+    return msgspec.json.encode(SpeedReport(measured, memory, time.monotonic() - began)).decode()
 
 
 if __name__ == "__main__":

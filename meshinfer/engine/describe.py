@@ -30,7 +30,7 @@ from meshinfer.base.ids import ModelId
 from meshinfer.engine.headers import TensorFile, read_model_files
 from meshinfer.engine.loader import names_by_layer, open_model, parameters_read_by, vocabulary_of
 from meshinfer.engine.stage import Stage
-from meshinfer.engine.structure import Structure, arrays_in
+from meshinfer.engine.structure import Structure, arrays_in, dtype_name
 from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
 
 _READ_BYTES = 2**20
@@ -80,6 +80,9 @@ def describe_model(directory: Path, model_id: ModelId, file_digests: Mapping[str
         intermediate_size=_visited_width(text),
         attention_heads=_integer(text, "num_attention_heads", "n_head", "n_heads", "num_heads"),
         every_stage=_bytes(shares.everywhere),
+        weight_kind=_kind(model, itertools.chain(*shares.layers)),
+        # Tied output weights are the embedding; else the head is by far the larger part of what only the last stage has.
+        head_kind=_kind(model, shares.first if shares.tied or not shares.last else shares.last),
     )
 
 
@@ -155,6 +158,21 @@ def _bytes(arrays: Iterable[mx.array]) -> TensorBytes:
         else:
             packed += array.nbytes
     return TensorBytes(packed, elements, float_bytes)
+
+
+def _kind(model: nn.Module, arrays: Iterable[mx.array]) -> str:
+    """How most bytes of `arrays` are stored; scales count with what they belong to. Empty if there are none."""
+    packed: dict[int, str] = {}
+    for module in model.modules():
+        mode, bits, group = (getattr(module, name, None) for name in ("mode", "bits", "group_size"))
+        if isinstance(mode, str) and bits and group:
+            kind = f"q{bits}g{group}" if mode == "affine" else mode
+            packed.update((id(module[name]), kind) for name in ("weight", "scales", "biases") if name in module)
+    totals: dict[str, int] = {}
+    for array in arrays:
+        kind = packed.get(id(array)) or dtype_name(array.dtype)
+        totals[kind] = totals.get(kind, 0) + array.nbytes
+    return max(totals, key=lambda kind: (totals[kind], kind), default="")[:32]
 
 
 # --- what a session costs -------------------------------------------------------------------------

@@ -75,6 +75,11 @@ class ModelCard:
     every_stage: TensorBytes = TensorBytes()
     """What every stage holds beside its layers: embeddings that are fed into each layer (gemma3n), nothing for most."""
 
+    weight_kind: Annotated[str, sized(0, 32)] = ""
+    """How most bytes of the layers are stored: `float32`, `bfloat16`, `q4g64` (4 bits in groups of 64), `mxfp4`, …"""
+    head_kind: Annotated[str, sized(0, 32)] = ""
+    """The same of the output weights, which many conversions pack less tightly than the layers."""
+
     @property
     def layer_count(self) -> int:
         return len(self.layers)

@@ -13,6 +13,15 @@ from typing import Annotated
 
 from meshinfer.base.bounds import between
 
+FLOAT_KINDS = ("float32", "bfloat16", "float16")
+"""Kinds of weights that are not quantised."""
+
+
+def engine_kind(kind: str, computes_float32: bool) -> str:
+    """The kind as which a node's engine holds weights of `kind`: where it computes in float32, floats are that."""
+    return "float32" if computes_float32 and kind in FLOAT_KINDS else kind
+
+
 Rate = Annotated[float, between(1e-3, 1e18)]
 Seconds = Annotated[float, between(0, 3600)]
 
@@ -29,6 +38,11 @@ class NodeSpeed:
     """Of a step whatever its size (dispatch, evaluation, hand-over to the channel): o."""
     sampling_seconds: Seconds = 0.0
     """One token of one session, in the last stage."""
+    layer_overhead_seconds: Seconds = 0.0
+    """Of each layer in each step, whatever their size: a layer is some twenty operations, each dispatched by itself."""
+    cache_bytes_per_second: Annotated[float, between(0, 1e18)] = 0.0
+    """Keys and values that attention reads; 0: as weights. On CPUs several times that of packed weights, which have
+    to be unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
