@@ -32,6 +32,24 @@ class ModelEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerEntry:
+    """A runner process of this node, and the seat that it is."""
+
+    pid: int
+    instance_id: InstanceId
+    epoch: int
+    seat_index: int
+    resident_bytes: int
+    """As the kernel counts it."""
+    active_bytes: int
+    """As the engine counts it: weights, caches and what it works on."""
+    cache_bytes: int
+    sessions: int
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Deleted:
     """What became of an instance that was to be deleted."""
 
@@ -52,6 +70,10 @@ class Backend(Protocol):
     def instances(self) -> tuple[Instance, ...]: ...
 
     def models(self) -> tuple[ModelEntry, ...]: ...
+
+    def runners(self) -> tuple[RunnerEntry, ...]:
+        """Of this node."""
+        ...
 
     async def model_card(self, model_id: ModelId) -> ModelCard:
         """From this node's store or a peer's. Raises UnknownModel."""

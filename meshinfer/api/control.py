@@ -7,6 +7,7 @@ A mutating call answers when it is done: 201 with the instance, or a refusal wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import trio
@@ -91,6 +92,7 @@ class ControlApi:
                 "node_id": self._backend.node_id,
                 "topology": self._backend.topology().to_json(),
                 "instances": [instance_to_json(instance) for instance in self._backend.instances()],
+                "runners": [asdict(runner) for runner in self._backend.runners()],
                 "models": [entry_to_json(entry) for entry in self._backend.models()],
             }
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trio
 
-from meshinfer.api.backend import Deleted, ModelEntry
+from meshinfer.api.backend import Deleted, ModelEntry, RunnerEntry
 from meshinfer.base.errors import PeerLost
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, SessionId
 from meshinfer.planning.model_card import ModelCard
@@ -49,6 +49,25 @@ class ServingBackend:
         return tuple(
             ModelEntry(model_id, digest, file_bytes, tuple(nodes), states.get(model_id, ""))
             for (model_id, digest), (file_bytes, nodes) in sorted(held.items())
+        )
+
+    def runners(self) -> tuple[RunnerEntry, ...]:
+        seats = self._serving.seats
+        beats = seats.heartbeats()
+        return tuple(
+            RunnerEntry(
+                pid=pid,
+                instance_id=key.instance_id,
+                epoch=key.epoch,
+                seat_index=key.seat_index,
+                resident_bytes=beats[key].resident_bytes if key in beats else 0,
+                active_bytes=beats[key].active_bytes if key in beats else 0,
+                cache_bytes=beats[key].cache_bytes if key in beats else 0,
+                sessions=beats[key].sessions if key in beats else 0,
+                steps=beats[key].steps if key in beats else 0,
+                tokens=beats[key].tokens if key in beats else 0,
+            )
+            for key, pid in seats.runner_pids().items()
         )
 
     async def model_card(self, model_id: ModelId) -> ModelCard:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import trio
 
-from meshinfer.api.backend import Deleted, ModelEntry
+from meshinfer.api.backend import Deleted, ModelEntry, RunnerEntry
 from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NoRoom, UnknownInstance, UnknownModel
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, SessionId, digest_hex, instance_id_for
 from meshinfer.base.units import GIB, MIB, format_bytes
@@ -94,6 +94,9 @@ class FakeBackend:
         instance = self._instances.get(instance_id_for(MODEL_ID))
         state = instance.state if instance else ""
         return (ModelEntry(MODEL_ID, self._card.digest, 12 * MIB, NODE_IDS[:2], state),)
+
+    def runners(self) -> tuple[RunnerEntry, ...]:
+        return ()
 
     async def model_card(self, model_id: ModelId) -> ModelCard:
         await trio.lowlevel.checkpoint()

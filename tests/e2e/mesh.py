@@ -51,6 +51,10 @@ class Room:
     def names_by_id(self) -> dict[str, str]:
         return {running.started["node_id"]: name for name, running in self.agents.items()}
 
+    def runners(self, name: str) -> list[dict[str, Any]]:
+        """Its runner processes that are seats (it may keep a spare one besides)."""
+        return get(self.url(name), "/state")["runners"]
+
     def sees(self, name: str) -> set[str]:
         """Names of the nodes in its topology."""
         return {node["name"] for node in get(self.url(name), "/topology")["nodes"].values()}

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 from mesh import FRANCE, MODEL, Room, ask, client, get, instances, room, wait_until
 
@@ -57,7 +56,7 @@ def test_split_answers_equal_the_whole_one_through_every_node(
     finally:
         mesh.delete_all("gamma")
     # Deleted is freed: no runner is left, all memory is free again, on every node and in every view.
-    wait_until(lambda: all(not running.runners() for running in mesh.agents.values()), 10, "runners are gone")
+    wait_until(lambda: all(not mesh.runners(name) for name in NAMES), 10, "runners are gone")
     for name in NAMES:
         nodes = get(mesh.url(name), "/topology")["nodes"].values()
         assert all(node["memory_free_bytes"] == node["memory_bytes"] for node in nodes)
@@ -73,20 +72,9 @@ def _middle_runner_holds_its_layers_only(mesh: Room, placed: dict[str, Any]) -> 
         middle["resident_bytes"] < model_bytes * (layers / 30) * 1.1 + 12 * 1024**2
     )  # its share, and a cache for 512 tokens
     names = mesh.names_by_id()
-    rss = [
-        sum(
-            process.memory_info().rss
-            for process in mesh.agents[names[seat["node_id"]]].runners()
-            if _is_runner(process)
-        )
-        for seat in by_index
-    ]
+    rss = [mesh.runners(names[seat["node_id"]])[0]["resident_bytes"] for seat in by_index]
     assert rss[1] < rss[0]
     assert rss[1] < rss[2]
-
-
-def _is_runner(process: psutil.Process) -> bool:
-    return "meshinfer.runner" in " ".join(process.cmdline())
 
 
 def test_two_nodes_asked_at_the_same_moment_end_with_one_instance(mesh: Room, whole_answers: dict[str, str]) -> None:
@@ -97,7 +85,7 @@ def test_two_nodes_asked_at_the_same_moment_end_with_one_instance(mesh: Room, wh
     assert {tuple(i["instance_id"] for i in instances(mesh.url(name))) for name in NAMES} == {
         (instances(mesh.url("alpha"))[0]["instance_id"],)
     }
-    assert sum(len(running.runners()) for running in mesh.agents.values()) == 2
+    assert sum(len(mesh.runners(name)) for name in NAMES) == 2
 
 
 def test_a_stream_through_a_node_that_holds_no_head(mesh: Room, whole_answers: dict[str, str]) -> None:
