@@ -143,15 +143,18 @@ class Prediction:
 def layer_decode_seconds(layer: LayerWork, node: NodeSpeed, batch: int, context: float, share: float = 1.0) -> float:
     """One step of `batch` sessions with `context` tokens each; of a tensor rank, its `share` of the layer."""
     cached = layer.cached_tokens(context)
-    read = layer.active_bytes(batch) + batch * (cached * layer.cache_bytes_per_token + layer.state_bytes)
+    weights = layer.active_bytes(batch) / node.stream_bytes_per_second
+    cache = batch * (cached * layer.cache_bytes_per_token + layer.state_bytes)
+    read = weights + cache / (node.cache_bytes_per_second or node.stream_bytes_per_second)
     flops = batch * (layer.flops_per_token + cached * layer.attention_flops_per_pair)
-    return share * max(read / node.stream_bytes_per_second, flops / node.flops_per_second)
+    return share * max(read, flops / node.flops_per_second) + node.layer_overhead_seconds
 
 
 def layer_prefill_seconds(layer: LayerWork, node: NodeSpeed, chunk: int, context: float, share: float = 1.0) -> float:
     """One chunk of `chunk` tokens whose mean context is `context`."""
     flops = chunk * (layer.flops_per_token + layer.cached_tokens(context) * layer.attention_flops_per_pair)
-    return share * max(flops / node.flops_per_second, layer.active_bytes(chunk) / node.stream_bytes_per_second)
+    slower = max(flops / node.flops_per_second, layer.active_bytes(chunk) / node.stream_bytes_per_second)
+    return share * slower + node.layer_overhead_seconds
 
 
 def decode_time(model: ModelWork, stage: Stage, batch: int, context: float) -> StageTime:

@@ -91,6 +91,15 @@ def test_a_prefill_chunk_is_arithmetic_until_it_is_short():
     assert layer_prefill_seconds(LAYER, NODE, 1, 100) == pytest.approx(1.0)  # the weights have to be read all the same
 
 
+def test_a_layer_has_a_price_of_its_own_and_the_cache_its_own_rate() -> None:
+    priced = replace(NODE, layer_overhead_seconds=0.25)
+    for share in (1.0, 0.5):  # a rank that does half of a layer dispatches as much as one that does it all
+        for seconds in (layer_decode_seconds, layer_prefill_seconds):
+            assert seconds(LAYER, priced, 1, 50, share) == pytest.approx(seconds(LAYER, NODE, 1, 50, share) + 0.25)
+    quick = replace(NODE, cache_bytes_per_second=1e12, flops_per_second=1e18)
+    assert layer_decode_seconds(LAYER, quick, 1, 50) == pytest.approx(layer_decode_seconds(LAYER, quick, 1, 0))
+
+
 def test_experts_are_read_as_often_as_they_are_visited():
     layer = LayerWork(100.0, 1.0, experts=8, experts_per_token=2, expert_bytes=10.0)
     assert layer.active_bytes(1) == pytest.approx(100 + 2 * 10)
