@@ -17,7 +17,7 @@ from meshinfer.topology.card import NodeCard
 from meshinfer.topology.link import Link
 from meshinfer.transport.base import MAX_GOSSIP_BYTES
 from meshinfer.wire.codec import decode, encode
-from meshinfer.wire.messages import Announcement, SignedAnnouncement
+from meshinfer.wire.messages import Announcement, SignedAnnouncement, Suspicion
 
 Verify = Callable[[NodeId, bytes, bytes], bool]
 """(author, payload, signature) → whether the author signed it."""
@@ -30,6 +30,8 @@ class Heard:
     card: NodeCard
     links: tuple[Link, ...]
     signed: SignedAnnouncement
+    suspects: tuple[tuple[NodeId, int], ...] = ()
+    """Whom the author does not reach, each with the incarnation that it knows of it."""
 
     @property
     def author(self) -> NodeId:
@@ -40,7 +42,9 @@ class Heard:
         return len(self.signed.payload) + len(self.signed.signature) + len(self.signed.author)
 
     def says_the_same_as(self, other: Heard) -> bool:
-        """Whether nothing differs that a reader of topologies would act on: not counters, load or ages."""
+        """Whether nothing differs that a reader of topologies would act on: not counters, load, ages, suspicions
+        or the coordinate, which drifts a little all the time.
+        """
         return _substance(self) == _substance(other)
 
 
@@ -61,15 +65,21 @@ def check(signed: SignedAnnouncement, verify: Verify) -> Heard:
         raise ProtocolError(f"{author} announced a card of {card.node_id[:80]!r}", expected="its own")
     if any(link.source != author or not is_node_id(link.target) for link in announcement.links):
         raise ProtocolError(f"{author} announced links of other nodes", expected="its own")
-    return Heard(card, announcement.links, signed)
+    suspects = tuple((suspicion.node, suspicion.incarnation) for suspicion in announcement.suspects)
+    return Heard(card, announcement.links, signed, suspects)
 
 
-def sign(card: NodeCard, links: tuple[Link, ...], sign_bytes: Callable[[bytes], bytes]) -> Heard:
+def sign(
+    card: NodeCard,
+    links: tuple[Link, ...],
+    sign_bytes: Callable[[bytes], bytes],
+    suspects: tuple[tuple[NodeId, int], ...] = (),
+) -> Heard:
     """This node's own announcement, signed."""
-    payload = encode(Announcement(card, links))
-    return Heard(card, links, SignedAnnouncement(card.node_id, payload, sign_bytes(payload)))
+    payload = encode(Announcement(card, links, tuple(Suspicion(*suspicion) for suspicion in suspects)))
+    return Heard(card, links, SignedAnnouncement(card.node_id, payload, sign_bytes(payload)), suspects)
 
 
 def _substance(heard: Heard) -> tuple[NodeCard, frozenset[tuple[NodeId, float, float]]]:
     links = frozenset((link.target, link.rtt_seconds, link.bandwidth_bytes_per_second) for link in heard.links)
-    return replace(heard.card, version=0, load=0.0), links
+    return replace(heard.card, incarnation=0, version=0, load=0.0, coordinate=None), links

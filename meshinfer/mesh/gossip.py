@@ -56,6 +56,8 @@ ANSWER_BYTES = MAX_CALL_BYTES - 16 * 1024
 """Of announcements in one answer; the rest is for the envelope."""
 MAX_ANNOUNCED_LINKS = 64
 """Four times a full mesh; with a card of 40 KiB they fit into one message."""
+MAX_ANNOUNCED_SUSPECTS = 32
+"""Who suspects more has lost its own network."""
 OVERHEAD_BYTES = 64
 """Of one announcement in an answer: field names and lengths."""
 
@@ -83,6 +85,7 @@ class Gossip:
         view: View,
         *,
         links: Callable[[], tuple[Link, ...]],
+        suspects: Callable[[], tuple[tuple[NodeId, int], ...]],
         neighbours: Callable[[], Collection[NodeId]],
         on_merge: Callable[[Heard, MergeResult], None],
         rng: random.Random,
@@ -93,12 +96,14 @@ class Gossip:
             own_card: what to announce.
             view: what has been heard; written here only.
             links: this node's outgoing links, to announce with the card.
+            suspects: whom this node does not reach, likewise.
             neighbours: those that may be asked now: connected and alive.
             on_merge: called with each announcement that was taken in, our own included, and what it was.
             rng: picks whom to ask.
         """
         self._transport, self._own_card, self._view = transport, own_card, view
-        self._links, self._neighbours, self._on_merge, self._rng = links, neighbours, on_merge, rng
+        self._links, self._suspects = links, suspects
+        self._neighbours, self._on_merge, self._rng = neighbours, on_merge, rng
         self._wanted = Changes()
         self._asking: set[NodeId] = set()
         """Peers that a worker asks now or that wait for one."""
@@ -143,7 +148,8 @@ class Gossip:
 
     async def publish(self) -> None:
         """Announce this node as it is now."""
-        own = sign(self._own_card.next_version(), self._links()[:MAX_ANNOUNCED_LINKS], self._transport.sign)
+        links, suspects = self._links()[:MAX_ANNOUNCED_LINKS], self._suspects()[:MAX_ANNOUNCED_SUSPECTS]
+        own = sign(self._own_card.next_version(), links, self._transport.sign, suspects)
         same = own.says_the_same_as(self._view.own)
         self._view.set_own(own)
         self._on_merge(own, "refreshed" if same else "changed")

@@ -1,38 +1,53 @@
-"""Who is alive: a pure machine over the evidence that this node has of each peer itself.
+"""Who is alive: a pure machine over the evidence that this node has of each neighbour.
 
-It is the first step towards SWIM (Das, Gupta, Motivala 2002) with Lifeguard (Dadgar, Phillips,
-Currey 2018): the states, the incarnation and the table are theirs; indirect probes and suspicion
-rumours come later, as new events and effects. What stands already:
+It is SWIM (Das, Gupta, Motivala 2002) with Lifeguard (Dadgar, Phillips, Currey 2018), on connections:
 
     alive    connected, and answering pings
-    suspect  not connected for a moment, or several pings without an answer: still a member
-    dead     not back in time; for this node it holds nothing and can do nothing
+    suspect  not connected for a moment, or silent for half a second: still a member, others are asked
+    distant  we do not reach it, another member does: it lives, but is no neighbour of ours
+    dead     neither we nor those whom we asked reach it; for this node it holds nothing and can do nothing
     left     it said so itself; only a card of a higher incarnation brings it back
 
-Two kinds of evidence lead out of `alive`, on purpose at two speeds. A lost connection is definite
-(a killed process resets its sockets within milliseconds), so it gets one re-dial and half a second.
-Silence is not (a lid, a stall, a slow radio), so it takes at least three pings in two seconds; a
-single lost one removes nobody. That a connection was replaced by another is no news at all.
+What of theirs is here:
 
-Silence is counted in pings that *we* sent and got no answer to, not in time alone. So a process that
-was itself stopped, and on waking finds every clock two seconds on, blames nobody: it has one ping
-under way to each peer, not three. (Lifeguard's first lesson, and here it costs nothing.)
+- *Indirect probes.* Whoever becomes suspect is pinged by up to three others for us (`AskOthers`). One that
+  reaches it makes it `distant` instead of dead: when only the link between two nodes breaks, neither buries the
+  other. `view.View.live` then derives from the others' links that it is there, as it does for all who are
+  further away than a neighbour.
+- *Refutation.* Each node announces whom it suspects, with the incarnation that it knew. The suspect raises its
+  incarnation above it; a card with the higher one was made after the accusation, so its author lives.
+- *Confirmations.* How long a suspect may be silent shrinks from 2 s to 1.5 with each other node that suspects it
+  on its own, and with the data path's word (`Blamed`): a channel to it broke, or its step came too late.
+- *Self-awareness.* What looks like everyone's silence is often our own: see below.
 
-This machine knows direct neighbours only. That a node further away is alive follows from the links
-that living nodes announce; `view.View.live` derives it.
+What is not, on purpose: a rumour alone makes nobody suspect. It makes us ping at once, and our own evidence
+decides. And a lost connection is no lost probe, it is definite (a killed process resets its sockets within
+milliseconds), so it gets one re-dial, the others' word, and at most half a second. That a connection was
+replaced by another is no news at all; a single ping without an answer removes nobody.
+
+*Doubting oneself.* Silence is counted in pings that we sent and had no answer to, never in time alone. An event
+loop that comes late by `s` seconds (a lid, SIGSTOP, a starved core) says `Late(s)`: that time is taken off
+everyone's silence, and for some seconds all timeouts stretch. A node that others suspect stretches them too.
+When most neighbours fall silent at once, or those whom we ask do not answer either, the fault is likely
+ours, and nothing shortens the timeout.
+
+This machine knows direct neighbours only, and only this node's monotonic clock. No caller waits for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 from meshinfer.base.ids import NodeId
 
-MemberState = Literal["alive", "suspect", "dead", "left"]
+MemberState = Literal["alive", "suspect", "distant", "dead", "left"]
 
 MAX_MEMBERS = 2048
 """As many nodes as a view holds. Those connected now are not counted against it: the transport bounds them."""
+MAX_ACCUSERS = 16
+"""Remembered per member; three confirmations have the full effect already."""
 
 # --- events -------------------------------------------------------------------------------------
 
@@ -69,6 +84,30 @@ class PingAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class OthersReach:
+    """`by`, whom we asked, has had an answer from `node` just now."""
+
+    node: NodeId
+    by: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class OthersDoNot:
+    """Nobody whom we asked reaches `node`, or there was nobody to ask."""
+
+    node: NodeId
+    unanswered: int
+    """Of those asked, how many said nothing at all: perhaps it is us whom nobody reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """The data path has lost `node`: a channel to it broke, or a step of its came too late."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class CardHeard:
     """The newest card of `node`, from whomever."""
 
@@ -78,12 +117,34 @@ class CardHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class Accused:
+    """All whom `by` suspects now, each with the incarnation that it knows of it."""
+
+    by: NodeId
+    suspects: tuple[tuple[NodeId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectedOurselves:
+    """Somebody cannot reach this node: its own view of others deserves less trust for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """This node's event loop stood still for so long."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """`next_wakeup` has come."""
 
 
-EventOfNode = Connected | Disconnected | RedialFailed | PingSent | PingAnswered | CardHeard
-Event = EventOfNode | TimePassed
+EventOfNode = (
+    Connected | Disconnected | RedialFailed | PingSent | PingAnswered | OthersReach | OthersDoNot | Blamed | CardHeard
+)
+Event = EventOfNode | Accused | SuspectedOurselves | Late | TimePassed
 
 # --- effects ------------------------------------------------------------------------------------
 
@@ -104,12 +165,28 @@ class Redial:
     node: NodeId
 
 
-Effect = StateChanged | Redial
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ping `node` now; do not wait for its turn."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class AskOthers:
+    """Have some members ping `node`; the first to reach it is `OthersReach`, else comes `OthersDoNot`."""
+
+    node: NodeId
+
+
+Effect = StateChanged | Redial | Probe | AskOthers
 
 # --- the table ----------------------------------------------------------------------------------
 
-Trigger = Literal["connected", "disconnected", "unreachable", "silent", "long silent", "answered", "left", "returned"]
-"""What an event means once the timers and the connection have been looked at."""
+Trigger = Literal[
+    "connected", "disconnected", "silent", "answered", "given up", "others reach", "refuted", "left", "returned"
+]
+"""What an event means once the timers, the connection and the others' answers have been looked at."""
 
 TRANSITIONS: dict[tuple[MemberState | None, Trigger], MemberState] = {
     (None, "connected"): "alive",
@@ -118,11 +195,15 @@ TRANSITIONS: dict[tuple[MemberState | None, Trigger], MemberState] = {
     ("alive", "left"): "left",
     ("suspect", "connected"): "alive",
     ("suspect", "answered"): "alive",
-    ("suspect", "unreachable"): "dead",
-    ("suspect", "long silent"): "dead",
+    ("suspect", "given up"): "dead",
+    ("suspect", "others reach"): "distant",
     ("suspect", "left"): "left",
+    ("distant", "connected"): "alive",
+    ("distant", "answered"): "alive",
+    ("distant", "left"): "left",
     ("dead", "connected"): "alive",
     ("dead", "answered"): "alive",
+    ("dead", "refuted"): "distant",
     ("dead", "left"): "left",
     ("left", "returned"): "alive",
 }
@@ -131,16 +212,31 @@ TRANSITIONS: dict[tuple[MemberState | None, Trigger], MemberState] = {
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When silence means what. `dead_after` + one ping interval + gossip must stay below the 3 s promised to all."""
+    """When silence means what. All counted from the oldest ping without an answer, which a stop precedes by up to
+    half a second; `dead_max` + that + gossip must stay below the 3 s promised to all.
+    """
 
     redial_grace_seconds: float = 0.5
     """A lost connection may be replaced within this. Raising it delays the notice of every killed node."""
-    suspect_after_seconds: float = 1.0
-    dead_after_seconds: float = 2.0
-    """Since the oldest ping without an answer. Lowering it takes slow peers for dead: 4 pings fit into 2 s."""
+    suspect_after_seconds: float = 0.5
+    """And two pings. Nobody is dropped for being suspect; no new work is put there, and others are asked."""
+    suspect_after_blame_seconds: float = 0.25
+    """And one ping, if the data path has lost it too."""
+    dead_min_seconds: float = 1.5
+    """And three pings, with others to confirm it. Lowering it takes slow peers for dead."""
+    dead_max_seconds: float = 2.0
+    """Likewise, with nobody's confirmation."""
     pings_before_dead: int = 3
+    confirmations: int = 3
+    """So many have the full effect; fewer if there are fewer who could."""
+    self_doubt_max: int = 4
+    """Each unit stretches the timeouts by half."""
+    self_doubt_fades_seconds: float = 2.0
+    """One unit in this time."""
+    accuse_seconds: float = 10.0
+    """For how long the dead are still announced as suspects, so that one who lives hears of it and refutes."""
     forget_after_seconds: float = 600.0
-    """The dead and the left are listed for this long, for people to see."""
+    """The dead, the distant and the left are listed for this long, for people to see."""
 
 
 @dataclass(slots=True)
@@ -158,6 +254,19 @@ class _Member:
     """Pings since the last answer, over this connection."""
     silent_since: float = 0.0
     """When the oldest of them was sent; meaningless while there is none."""
+    blamed: bool = False
+    """By the data path, since the last answer."""
+    accusers: set[NodeId] = field(default_factory=set[NodeId])
+    """Who announces suspicion of the incarnation that we know, or of a later one."""
+    suspected_incarnation: int = 0
+    """The one it had when it last became suspect."""
+    redial_failed: bool = False
+    others: Literal["unknown", "reach", "do not"] = "unknown"
+    """What those say whom we asked since it became suspect."""
+    reached_by: str = ""
+    """In words."""
+    relays_silent: bool = False
+    """Some of them said nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +290,9 @@ class Membership:
         self._members: dict[NodeId, _Member] = {}
         self._next: float | None = None
         """The earliest moment at which time alone changes something; None if it never does."""
+        self._self_doubt = 0.0
+        """As of `_self_doubt_at`; fades from then on."""
+        self._self_doubt_at = 0.0
 
     def members(self) -> tuple[Member, ...]:
         """Everyone known, sorted by id."""
@@ -197,17 +309,47 @@ class Membership:
         """Neighbours that are alive on our own evidence; a suspect still is."""
         return frozenset(node for node, m in self._members.items() if m.state in ("alive", "suspect"))
 
+    def doubtful(self) -> frozenset[NodeId]:
+        """Neighbours that do not answer right now."""
+        return frozenset(node for node, m in self._members.items() if m.state == "suspect")
+
     def dead(self) -> dict[NodeId, float]:
         """Neighbours held dead, and since when."""
         return {node: m.since for node, m in self._members.items() if m.state == "dead"}
 
+    def suspects(self, now: float) -> tuple[tuple[NodeId, int], ...]:
+        """Whom to announce as suspect, each with the incarnation that it must outbid; sorted by id.
+
+        Not those whose connection was lost a moment ago: whoever is gone, all its neighbours see that for themselves.
+        """
+        recent = self._timing.accuse_seconds
+        return tuple(
+            (node, m.suspected_incarnation)
+            for node, m in sorted(self._members.items())
+            if (m.state == "suspect" and m.connected) or (m.state == "dead" and now - m.since < recent)
+        )
+
+    def self_doubt(self, now: float) -> float:
+        """0: this node trusts its own clock and links. Each unit stretches its timeouts by half."""
+        return max(0.0, self._self_doubt - (now - self._self_doubt_at) / self._timing.self_doubt_fades_seconds)
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; timers that are due by `now` count first."""
+        if isinstance(event, Late):
+            self._take_off(event.seconds, now)
         effects = self._pass_time(now) if self._next is not None and self._next <= now else []
+        match event:
+            case Late() | SuspectedOurselves():
+                self._doubt_ourselves(now)
+            case Accused(by, suspects):
+                effects += self._take_accusations(by, dict(suspects))
+            case TimePassed():
+                pass
+            case _:
+                effects += self._take_in(event, now)
         if not isinstance(event, TimePassed):
-            effects += self._take_in(event, now)
             effects += self._pass_time(now)  # a third ping without an answer may have made silence long enough
-        due = (due for member in self._members.values() if (due := self._due(member)) is not None)
+        due = (due for member in self._members.values() if (due := self._due(member, now)) is not None)
         self._next = min(due, default=None)
         return effects
 
@@ -215,7 +357,7 @@ class Membership:
         """When to send `TimePassed`; None if nothing is waited for."""
         return self._next
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- evidence -------------------------------------------------------------------------------
 
     def _take_in(self, event: EventOfNode, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -233,51 +375,42 @@ class Membership:
                 if member.state in ("alive", "suspect"):
                     effects += self._apply(node, "disconnected", now, "connection lost")
                     # A silent member whose connection breaks gets its grace from now, like any other.
-                    member.since = now
+                    member.since, member.redial_failed = now, False
                     effects.append(Redial(node))
             case RedialFailed(node) if member and not member.connected:
-                effects += self._apply(node, "unreachable", now, "connection lost, and no address answers")
+                member.redial_failed = True
+                effects += self._settle(node, member, now)
             case PingSent(node) if member and member.connected:
                 if member.unanswered == 0:
                     member.silent_since = now
                 member.unanswered += 1
             case PingAnswered(node) if member and member.connected:
-                member.unanswered = 0
+                member.unanswered, member.blamed = 0, False
                 effects += self._apply(node, "answered", now, "answers pings")
+            case OthersReach(node, by) if member and member.state == "suspect":
+                member.others, member.reached_by = "reach", f"{by} reaches it"
+                effects += self._settle(node, member, now)
+            case OthersDoNot(node, unanswered) if member and member.state == "suspect" and member.others == "unknown":
+                member.others, member.relays_silent = "do not", unanswered > 0
+                effects += self._settle(node, member, now)
+            case Blamed(node) if member and member.connected and member.state == "alive" and not member.blamed:
+                member.blamed = True
+                effects.append(Probe(node))
             case CardHeard(node, incarnation, leaving):
                 effects += self._hear(node, incarnation, leaving, now)
             case _:
                 pass  # evidence about a connection that is gone, or about no member
         return effects
 
-    def _due(self, member: _Member) -> float | None:
-        """When time alone changes something about `member`."""
-        timing = self._timing
-        if member.state in ("dead", "left"):
-            return None if member.connected else member.since + timing.forget_after_seconds
-        if not member.connected:
-            return member.since + timing.redial_grace_seconds
-        if member.state == "alive" and member.unanswered >= 2:
-            return member.silent_since + timing.suspect_after_seconds
-        if member.state == "suspect" and member.unanswered >= timing.pings_before_dead:
-            return member.silent_since + timing.dead_after_seconds
-        return None
-
-    def _pass_time(self, now: float) -> list[Effect]:
+    def _take_accusations(self, by: NodeId, suspects: dict[NodeId, int]) -> list[Effect]:
         effects: list[Effect] = []
-        for node, member in list(self._members.items()):
-            # Twice at most: a machine that was not asked for long goes from alive to suspect to dead.
-            while (due := self._due(member)) is not None and due <= now:
-                if member.state in ("dead", "left"):
-                    del self._members[node]
-                    break
-                silence = f"{member.unanswered} pings without an answer in {now - member.silent_since:.1f} s"
-                if not member.connected:
-                    effects += self._apply(node, "unreachable", now, "connection lost, and not back in time")
-                elif member.state == "alive":
-                    effects += self._apply(node, "silent", now, silence)
-                else:
-                    effects += self._apply(node, "long silent", now, silence)
+        for node, member in self._members.items():
+            if suspects.get(node, -1) < member.incarnation:
+                member.accusers.discard(by)  # says nothing of it, or what it refuted already
+            elif by not in member.accusers and len(member.accusers) < MAX_ACCUSERS:
+                member.accusers.add(by)
+                if member.state == "alive" and member.unanswered == 0:
+                    effects.append(Probe(node))
         return effects
 
     def _hear(self, node: NodeId, incarnation: int, leaving: bool, now: float) -> list[Effect]:
@@ -286,17 +419,110 @@ class Membership:
             return []  # no neighbour: the view alone speaks for it
         newer = incarnation > member.incarnation
         member.incarnation = max(member.incarnation, incarnation)
+        if newer:
+            member.accusers.clear()
         if leaving and incarnation == member.incarnation:
             member.left_incarnation = incarnation
             return self._apply(node, "left", now, "said that it leaves")
-        if newer and not leaving and member.connected and member.state == "left":
+        if not newer or leaving:
+            return []
+        if member.connected and member.state == "left":
             return self._apply(node, "returned", now, f"came back with incarnation {incarnation}")
+        if member.state == "suspect" and member.suspected_incarnation > 0:
+            # The suspect itself has refuted, and its word came through others.
+            member.others, member.reached_by = "reach", f"refuted it with incarnation {incarnation}"
+            return self._settle(node, member, now)
+        if member.suspected_incarnation > 0:
+            return self._apply(node, "refuted", now, f"refuted it with incarnation {incarnation}")
         return []
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def _due(self, member: _Member, now: float) -> float | None:
+        """When time alone changes something about `member`."""
+        timing = self._timing
+        if member.state in ("dead", "distant", "left"):
+            return None if member.connected else member.since + timing.forget_after_seconds
+        stretch = 1 + self.self_doubt(now) / 2
+        if not member.connected:
+            return member.since + timing.redial_grace_seconds * stretch
+        if member.state == "alive":
+            if member.blamed and member.unanswered >= 1:
+                return member.silent_since + timing.suspect_after_blame_seconds * stretch
+            if member.unanswered >= 2:
+                return member.silent_since + timing.suspect_after_seconds * stretch
+        elif member.unanswered >= timing.pings_before_dead:
+            return member.silent_since + self._silence_allowed(member) * stretch
+        return None
+
+    def _silence_allowed(self, suspect: _Member) -> float:
+        """Lifeguard's dynamic timeout: from the longest without confirmations towards the shortest with all of them."""
+        timing = self._timing
+        others = [member for member in self._members.values() if member.connected and member is not suspect]
+        silent = sum(member.unanswered >= 2 for member in others)
+        if suspect.relays_silent or 2 * silent > len(others):
+            return timing.dead_max_seconds  # it may well be our own link
+        wanted = min(timing.confirmations, len(others))
+        if wanted == 0:
+            return timing.dead_min_seconds  # nobody could confirm anything
+        had = min(len(suspect.accusers) + suspect.blamed, wanted)
+        share = math.log(had + 1) / math.log(wanted + 1)
+        return timing.dead_max_seconds - share * (timing.dead_max_seconds - timing.dead_min_seconds)
+
+    def _pass_time(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for node, member in list(self._members.items()):
+            # Twice at most: a machine that was not asked for long goes from alive to suspect to dead.
+            while (due := self._due(member, now)) is not None and due <= now:
+                if member.state in ("dead", "distant", "left"):
+                    del self._members[node]
+                    break
+                if member.state == "alive":
+                    effects += self._apply(node, "silent", now, self._silence(member, now))
+                else:
+                    effects += self._give_up(node, member, now)
+        return effects
+
+    def _settle(self, node: NodeId, member: _Member, now: float) -> list[Effect]:
+        """A lost connection is decided as soon as both the re-dial and the others have spoken; silence takes its time."""
+        if member.state == "suspect" and not member.connected and member.redial_failed and member.others != "unknown":
+            return self._give_up(node, member, now)
+        return []
+
+    def _give_up(self, node: NodeId, member: _Member, now: float) -> list[Effect]:
+        """We do not reach it; what the others say makes the difference."""
+        if member.connected:
+            why = self._silence(member, now)
+        else:
+            why = "connection lost, and " + ("no address answers" if member.redial_failed else "not back in time")
+        if member.others == "reach":
+            return self._apply(node, "others reach", now, f"{why}; {member.reached_by}")
+        return self._apply(node, "given up", now, why)
+
+    @staticmethod
+    def _silence(member: _Member, now: float) -> str:
+        return f"{member.unanswered} pings without an answer in {now - member.silent_since:.1f} s"
+
+    # --- ourselves ------------------------------------------------------------------------------
+
+    def _take_off(self, seconds: float, now: float) -> None:
+        """While we stood still nobody could answer us, and no re-dial could come back."""
+        for member in self._members.values():
+            if member.unanswered:
+                member.silent_since = min(now, member.silent_since + seconds)
+            if member.state == "suspect":
+                member.since = min(now, member.since + seconds)
+
+    def _doubt_ourselves(self, now: float) -> None:
+        self._self_doubt = min(self._timing.self_doubt_max, self.self_doubt(now) + 1)
+        self._self_doubt_at = now
+
+    # --- inside ---------------------------------------------------------------------------------
 
     def _bound(self) -> None:
         """Forget those longest gone when more are listed than a mesh can have nodes."""
         if len(self._members) > MAX_MEMBERS:
-            gone = [node for node, m in self._members.items() if m.state in ("dead", "left") and not m.connected]
+            gone = [n for n, m in self._members.items() if m.state in ("dead", "distant", "left") and not m.connected]
             for node in sorted(gone, key=lambda node: self._members[node].since)[: len(self._members) - MAX_MEMBERS]:
                 del self._members[node]
 
@@ -307,7 +533,15 @@ class Membership:
         if after is None or after == before:
             return []
         if member is None:
-            self._members[node] = _Member(after, now, cause)
+            member = self._members[node] = _Member(after, now, cause)
         else:
             member.state, member.since, member.cause = after, now, cause
-        return [StateChanged(node, before, after, cause)]
+        effects: list[Effect] = [StateChanged(node, before, after, cause)]
+        if after == "suspect":
+            member.suspected_incarnation = member.incarnation
+            member.others, member.reached_by, member.relays_silent, member.redial_failed = "unknown", "", False, False
+            effects.append(AskOthers(node))
+        elif after == "alive":
+            member.blamed = False
+            member.accusers.clear()  # who still suspects it says so again within two seconds
+        return effects

@@ -36,18 +36,26 @@ from meshinfer.mesh.connector import Connector, ConnectorStatistics
 from meshinfer.mesh.dial_plan import DialPlan
 from meshinfer.mesh.discovery import AnotherMesh, Discovery, Hint, Self
 from meshinfer.mesh.gossip import Gossip, GossipStatistics
+from meshinfer.mesh.indirect import IndirectProbes
 from meshinfer.mesh.membership import (
+    Accused,
+    AskOthers,
+    Blamed,
     CardHeard,
     Connected,
     Disconnected,
+    Effect,
     Event,
+    Late,
     Membership,
     MemberState,
     PingAnswered,
     PingSent,
+    Probe,
     Redial,
     RedialFailed,
     StateChanged,
+    SuspectedOurselves,
     TimePassed,
 )
 from meshinfer.mesh.neighbours import Wanted, wanted
@@ -66,6 +74,10 @@ HOUSEKEEPING_SECONDS = 1.0
 """How often time alone is looked at: lifetimes of announcements, doubts."""
 UPKEEP_SECONDS = 5.0
 """How often own addresses are looked up and the address book is written."""
+TICK_SECONDS = 0.25
+"""How often this node looks whether its own loop comes late. Costs 30 µs each."""
+LATE_SECONDS = 0.25
+"""Lateness that counts: a garbage collection or a signature takes a tenth of it, and it is half of what makes a suspect."""
 CHANGES_APART_SECONDS = 0.05
 """Two wake-ups of `changes()` are at least this far apart; what happens between travels in the second."""
 
@@ -145,10 +157,14 @@ class Mesh:
             own_card,
             self._view,
             links=self._own_links,
+            suspects=lambda: self._membership.suspects(trio.current_time()),
             neighbours=lambda: self._membership.vouched() & transport.peers(),
             on_merge=self._on_merge,
             rng=rng,
         )
+        self._indirect = IndirectProbes(transport, self._relays_for, self._tell, rng)
+        self._ticked = math.inf
+        """When this node's loop last showed that it runs; infinite before it does."""
         self._book = AddressBook(settings.home / "address-book.json")
         plan = DialPlan(self._own, transport.addresses, rng, settings.seeds)
         self._connector = Connector(
@@ -189,7 +205,11 @@ class Mesh:
 
     def doubtful(self) -> frozenset[NodeId]:
         """Members that do not answer right now (their lid closed a second ago, or their cable was moved)."""
-        return frozenset(member.node for member in self._membership.members() if member.state == "suspect")
+        return self._membership.doubtful()
+
+    def blame(self, node: NodeId) -> None:
+        """The data path has lost `node`: a channel to it broke, or a step came too late. It is looked at at once."""
+        self._tell(Blamed(node))
 
     def members(self) -> tuple[MemberReport, ...]:
         """All other nodes known here, sorted by id; the dead and the left for some minutes."""
@@ -199,7 +219,7 @@ class Mesh:
             if node != self._own:
                 reports[node] = MemberReport(node, self._name(node), "alive", "others reach it", 0.0, False)
         for member in self._membership.members():
-            is_rumoured = member.node in reports and member.state == "dead"
+            is_rumoured = member.node in reports and member.state in ("dead", "distant")
             if not is_rumoured:
                 reports[member.node] = MemberReport(
                     member.node, self._name(member.node), member.state, member.cause, now - member.since, True
@@ -234,6 +254,7 @@ class Mesh:
                 await nursery.start(self._prober.run, name="prober")
                 await nursery.start(self._gossip.run, name="gossip")
                 await nursery.start(self._connector.run, name="connector")
+                await nursery.start(self._indirect.run, name="indirect probes")
                 await self._gossip.publish()  # so that whoever connects first pulls a card with addresses
                 nursery.start_soon(self._read_events, name="transport events")
                 nursery.start_soon(self._keep_membership, name="membership")
@@ -271,9 +292,11 @@ class Mesh:
 
     async def _keep_membership(self) -> None:
         watch = self._membership_news.watch()
+        self._ticked = trio.current_time()
         while True:
             wakeup = self._membership.next_wakeup()
-            with trio.move_on_at(wakeup if wakeup is not None else math.inf):
+            tick = self._ticked + TICK_SECONDS
+            with trio.move_on_at(tick if wakeup is None else min(tick, wakeup)):
                 await watch.changed()
                 continue
             self._tell(TimePassed())
@@ -314,6 +337,11 @@ class Mesh:
 
     def _on_merge(self, heard: Heard, result: MergeResult) -> None:
         self._tell(CardHeard(heard.author, heard.card.incarnation, heard.card.leaving))
+        if heard.author != self._own:
+            self._tell(Accused(heard.author, heard.suspects))
+            if self._own_card.refute(dict(heard.suspects).get(self._own, -1)):
+                log.info("%s (%s) does not reach this node; refuted", heard.author, heard.card.name)
+                self._tell(SuspectedOurselves())
         if result == "new" and heard.author in self._transport.peers():
             self._meet(heard.author)
         if result != "refreshed":
@@ -332,19 +360,35 @@ class Mesh:
     def _tell(self, event: Event) -> None:
         """Hand `event` to the membership machine, and perform what it says."""
         before = self._membership.next_wakeup()
-        for effect in self._membership.handle(event, trio.current_time()):
+        now = trio.current_time()
+        # Whatever comes first after a standstill: whose silence is whose is sorted out before any timer is looked at.
+        if (late := now - self._ticked - TICK_SECONDS) >= LATE_SECONDS:
+            log.info("this node stood still for %.1f s", late)
+            self._perform(self._membership.handle(Late(late), now))
+        if self._ticked < math.inf:
+            self._ticked = now
+        self._perform(self._membership.handle(event, now))
+        if self._membership.next_wakeup() != before:
+            self._membership_news.notify()
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
             match effect:
                 case StateChanged(node, old, new, cause):
                     log.info("%s (%s): %s → %s: %s", node, self._name(node), old or "unknown", new, cause)
-                    if new in ("dead", "left"):
+                    if new in ("dead", "distant", "left"):
                         self._prober.forget(node)
                     self._gossip.wake()
                     self._connector.look_again()
                     self._note()
                 case Redial(node):
                     self._connector.redial(node)
-        if self._membership.next_wakeup() != before:
-            self._membership_news.notify()
+                case Probe(node):
+                    self._prober.ping_now(node)
+                case AskOthers(node):
+                    self._indirect.ask(node)
+                case _:
+                    assert_never(effect)
 
     def _meet(self, peer: NodeId) -> None:
         """It is connected: what is known of it says where to find it again, and which start of it this is."""
@@ -368,6 +412,14 @@ class Mesh:
             self._live = live
             self._substance_changed = True
             self._connector.look_again()
+
+    def _relays_for(self, node: NodeId) -> frozenset[NodeId]:
+        """Neighbours that can be asked about `node`: those that say they reach it, if any do."""
+        able = (self._membership.vouched() - self._membership.doubtful() - {node}) & self._transport.peers()
+        near = frozenset(
+            relay for relay in able if (heard := self._view.get(relay)) and any(k.target == node for k in heard.links)
+        )
+        return near or able
 
     def _own_links(self) -> tuple[Link, ...]:
         return self._prober.links(self._own, self._membership.vouched(), trio.current_time())

@@ -72,6 +72,14 @@ class OwnCard:
             self._card = replace(self._card, incarnation=self._raise_incarnation(incarnation), version=1)
             self.changes.notify()
 
+    def refute(self, incarnation: int) -> bool:
+        """Someone suspects us as of `incarnation`: if that is the present one, go above it, which only we can do."""
+        if incarnation != self._card.incarnation:
+            return False  # refuted already; or no number of ours
+        self._card = replace(self._card, incarnation=self._raise_incarnation(incarnation), version=1)
+        self.changes.notify()
+        return True
+
     def _raise_incarnation(self, heard: int) -> int:
         """The next incarnation above `heard` and the one on disk, written down before anyone hears of it."""
         try:

@@ -123,6 +123,11 @@ class Prober:
             scope = self._probing[peer] = trio.CancelScope()
             self._nursery.start_soon(self._probe, peer, scope, name=f"probe {peer}")
 
+    def ping_now(self, peer: NodeId) -> None:
+        """Once, out of its turn, if `peer` is a neighbour."""
+        if peer in self._probing and self._nursery is not None:
+            self._nursery.start_soon(self._ping, peer, b"now")
+
     def stop(self, peer: NodeId) -> None:
         """Its connection is gone."""
         scope = self._probing.pop(peer, None)
@@ -159,6 +164,8 @@ class Prober:
             answer = await self._transport.call(peer, PING, payload, PING_DEADLINE_SECONDS)
         except MeshinferError:
             answer = b""  # lost, late, or refused: in each case no answer to this ping
+        if peer not in self._probing:
+            return
         now = trio.current_time()
         estimate = self._estimates.setdefault(peer, LinkEstimate())
         if answer != payload:

@@ -25,11 +25,20 @@ Seconds = Annotated[float, between(0, 86400)]
 
 
 @dataclass(frozen=True, slots=True)
+class Suspicion:
+    """The author does not reach `node`. A card of `node` above this incarnation was made after that, and refutes it."""
+
+    node: NodeId
+    incarnation: Annotated[int, between(0, 2**63 - 1)]
+
+
+@dataclass(frozen=True, slots=True)
 class Announcement:
-    """A node's card and its outgoing links: the only thing that is gossiped."""
+    """A node's card, its outgoing links and whom it suspects: the only thing that is gossiped."""
 
     card: NodeCard
     links: Annotated[tuple[Link, ...], sized(0, 256)] = ()
+    suspects: Annotated[tuple[Suspicion, ...], sized(0, 64)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,22 @@ class ViewPulled:
 
 PING = "ping/1"
 """The payload comes back as it went: the round trip of a small message, and a sign of life."""
+
+PING_FOR_ME = "ping-req/1"
+
+
+@dataclass(frozen=True, slots=True)
+class PingForMe:
+    """SWIM's indirect probe: does `target` answer you? It does not answer me."""
+
+    target: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class PingedForYou:
+    """Within its short deadline, or not. Saying no, too, tells that the way between asker and asked is fine."""
+
+    reached: bool
 
 # --- placing ------------------------------------------------------------------------------------
 

@@ -144,8 +144,8 @@ def test_the_view_is_bounded_and_the_living_are_not_pushed_out() -> None:
     assert view.merge(said("n3", version=2, api_url="news"), 1.0) == "changed"
     assert view.merge(said("stranger"), bounds.lifetime_seconds + 0.5) == "new", "the expired make room"
     assert len(view.nodes()) <= 10
-    small = view_of(said("a"), bounds=Bounds(max_bytes=1500))
-    assert small.merge(said("b", api_url="x" * 100), 0) == "full" or small.statistics().size_bytes <= 1500
+    small = view_of(said("a"), bounds=Bounds(max_bytes=1000))
+    assert small.merge(said("b", api_url="x" * 100), 0) == "full" or small.statistics().size_bytes <= 1000
     assert len(view.known()) <= 10
 
 
