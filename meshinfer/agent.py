@@ -25,12 +25,14 @@ from meshinfer.mesh.mesh import Mesh, MeshSettings
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.models.store import ModelStore
 from meshinfer.models.text_cache import TextCache
+from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.machine import MachineFacts, load_per_core, measure_machine
 from meshinfer.serving.model_cards import ModelCards
 from meshinfer.serving.model_files import ModelFiles
 from meshinfer.serving.ports import OriginChannel, Ports
 from meshinfer.serving.runners import RunnerProcess
 from meshinfer.serving.service import Serving
+from meshinfer.serving.speed_probe import SpeedProbe, node_probe
 from meshinfer.topology.card import NodeCard, SeatReport
 from meshinfer.topology.placement import Placement
 from meshinfer.transport.certificates import make_certificate
@@ -96,13 +98,14 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
         own_card = OwnCard(_first_card(transport.node_id, name, settings, machine, store), settings.home)
         mesh_settings = MeshSettings(settings.home, membership.key.mesh_id, settings.peers, settings.discovery)
         mesh = Mesh(transport, own_card, mesh_settings, random.Random())  # noqa: S311 - spreads retries
-        serving, backend = _make_serving(settings, transport, mesh, own_card, store)
+        serving, backend, speed_probe = _make_serving(settings, transport, mesh, own_card, store)
 
         async with trio.open_nursery() as nursery:
             await nursery.start(transport.run, name="transport")
             await nursery.start(mesh.run, name="mesh")
             nursery.start_soon(serving.run, name="serving")
             nursery.start_soon(_look_around, own_card, store, name="look around")
+            nursery.start_soon(speed_probe.run, name="speed probe")
             api = await nursery.start(serve, make_app(backend, settings), settings, name="http")
             own_card.update(api_url="" if settings.api_host.startswith("127.") else api.url)
             on_started(
@@ -129,7 +132,8 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
 
 def _make_serving(
     settings: Settings, transport: Libp2pTransport, mesh: Mesh, own_card: OwnCard, store: ModelStore
-) -> tuple[Serving, ServingBackend]:
+) -> tuple[Serving, ServingBackend, SpeedProbe]:
+    give_way = GiveWay()
     cards = ModelCards(transport, mesh.topology, store.info, settings.call_timeout_seconds)
     files = ModelFiles(store, TextCache(settings.home / "text"), cards, transport)
     certificate = make_certificate()
@@ -149,12 +153,13 @@ def _make_serving(
         announce=announce,
         model_cards=cards,
         model_path=files.path,
-        start_runner=RunnerProcess.start,
+        start_runner=partial(give_way.start, RunnerProcess.start),
         open_channel=open_channel,
         origin_certificate_der=certificate.der,
     )
     serving = Serving.of(ports)
-    return serving, ServingBackend(serving, files.text_directory)
+    speed_probe = node_probe(ports, serving.seats, store, own_card.update, give_way)
+    return serving, ServingBackend(serving, files.text_directory), speed_probe
 
 
 def _first_card(node_id: NodeId, name: str, settings: Settings, machine: MachineFacts, store: ModelStore) -> NodeCard:

@@ -21,6 +21,7 @@ import trio
 
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import digest_hex
+from meshinfer.serving.available_memory import available_bytes
 
 ENGINE_ANSWER_SECONDS = 60.0
 """For importing MLX in a fresh process: 2 s, more on a cold disk or a busy machine."""
@@ -56,7 +57,7 @@ async def measure_machine(home: Path, memory_limit_bytes: int, memory_reserve: f
     """
     engine = await trio.to_thread.run_sync(_engine_facts, home)
     memory = psutil.virtual_memory()
-    available = int(memory.available * (1 - memory_reserve))
+    available = int(available_bytes() * (1 - memory_reserve))
     if engine.device_memory_bytes is not None:
         available = min(available, int(engine.device_memory_bytes * (1 - memory_reserve)))
     return MachineFacts(

@@ -120,6 +120,7 @@ class SeatService:
     async def lease(self, lease: Lease) -> LeaseAnswer:
         """Promise memory for a seat, by this node's own numbers."""
         key = SeatKey(lease.instance_id, lease.epoch, lease.seat_index)
+        self._ledger.bound(self._ports.own_card().memory_usable_bytes)
         try:
             need = await self._need_bytes(lease)
             lapses = self._ledger.lease(key, lease.placement, need, trio.current_time())

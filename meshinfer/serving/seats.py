@@ -163,6 +163,10 @@ class SeatLedger:
         """All and only seats that are leased, running, or failed and still announced."""
         self._highest_epoch: OrderedDict[InstanceId, int] = OrderedDict()
 
+    def bound(self, usable_bytes: int) -> None:
+        """Promise no more than this in all from now on: a probe found out what the engine really gets."""
+        self._usable_bytes = usable_bytes
+
     # --- asked by planners ----------------------------------------------------------------------
 
     def lease(self, key: SeatKey, placement: Placement, need_bytes: int, now: float) -> float:

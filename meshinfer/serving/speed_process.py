@@ -1,0 +1,93 @@
+"""A speed probe in a process of its own, and the fingerprint of the machine that its numbers are true for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import msgspec
+import psutil
+import trio
+
+from meshinfer.base.errors import DeadlineExceeded, MeshinferError
+from meshinfer.base.ids import digest_hex
+from meshinfer.wire.speed_probe import LayerShape, SpeedReport
+
+MEASURING_SECONDS = 5.0
+"""Of one probe, for all kinds together, once its process is up. Longer gives steadier numbers and a warmer laptop."""
+ANSWER_SECONDS = 60.0
+"""For a probe's process to start, measure and answer: 7 s, several times that on a busy machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeQuestion:
+    """What a probe is to find out."""
+
+    kinds: tuple[tuple[str, LayerShape], ...]
+    memory_bytes: int
+    """To be tried; 0: not now."""
+
+
+def machine_fingerprint(accelerator: str) -> str:
+    """What a speed depends on and does not change by itself from minute to minute."""
+    versions: list[str] = []
+    for name in ("mlx", "mlx-lm", "scipy-openblas32"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    settings = [f"{name}={os.environ.get(name, '')}" for name in ("MESHINFER_BLAS", "OPENBLAS_NUM_THREADS")]
+    machine = [platform.machine(), accelerator, str(psutil.cpu_count()), str(psutil.virtual_memory().total)]
+    return digest_hex("|".join([*machine, *versions, *settings, _power_source()]).encode())
+
+
+def _power_source() -> str:
+    try:
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    except (OSError, ValueError):  # drivers that show half a battery
+        battery = None
+    return "unknown" if battery is None else "plugged in" if battery.power_plugged else "on battery"
+
+
+async def ask_process(question: ProbeQuestion) -> SpeedReport:
+    """Run a probe in a process of its own; cancelled, it is killed.
+
+    Raises:
+        DeadlineExceeded: no answer within ANSWER_SECONDS.
+        MeshinferError: with its last words.
+    """
+    command = [sys.executable, "-P", "-m", "meshinfer.runner", "speed", "--seconds", str(MEASURING_SECONDS)]
+    command += ["--kinds", ",".join(kind for kind, _ in question.kinds)]
+    command += ["--shapes", ",".join(str(shape) for _, shape in question.kinds)]
+    command += ["--memory-bytes", str(question.memory_bytes)]
+    with trio.move_on_after(ANSWER_SECONDS):
+        try:
+            done = await trio.run_process(
+                command, capture_stdout=True, capture_stderr=True, check=False, deliver_cancel=_kill
+            )
+        except OSError as error:
+            raise MeshinferError(f"a speed probe cannot be started: {error}") from error
+        return _answer(done)
+    raise DeadlineExceeded(f"a speed probe gave no answer within {ANSWER_SECONDS:.0f} s")
+
+
+def _answer(done: subprocess.CompletedProcess[bytes]) -> SpeedReport:
+    line = done.stdout.strip().rpartition(b"\n")[2]
+    try:
+        if done.returncode == 0:
+            return msgspec.json.decode(line, type=SpeedReport)
+        raise MeshinferError(str(json.loads(line)["error"]["what"]))
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
+        words = done.stderr.decode(errors="replace").strip()[-300:]
+        raise MeshinferError(
+            f"a speed probe ended with code {done.returncode}: {words or 'it said nothing'}"
+        ) from error
+
+
+async def _kill(process: trio.Process) -> None:
+    process.kill()
