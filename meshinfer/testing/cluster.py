@@ -53,6 +53,8 @@ class SimNode:
     serving: Serving
     home: Path
     ended: trio.Event = field(default_factory=trio.Event)
+    nursery: trio.Nursery | None = None
+    """Everything that runs in it; None before and after its life."""
 
     @property
     def node_id(self) -> NodeId:
@@ -60,6 +62,16 @@ class SimNode:
 
     def instances(self) -> tuple[Instance, ...]:
         return self.serving.ports.instances()
+
+    def tasks(self, *names: str) -> int:
+        """How many of its tasks have one of `names` in their own."""
+        waiting = [self.nursery] if self.nursery is not None else []
+        count = 0
+        while waiting:
+            for task in waiting.pop().child_tasks:
+                count += any(name in task.name for name in names)
+                waiting += task.child_nurseries
+        return count
 
 
 class Cluster:
@@ -75,7 +87,7 @@ class Cluster:
     ) -> None:
         """Nodes have `memory_bytes` each; by default `model` (64 MiB in 8 layers) needs two of them."""
         self.network = SimNetwork(rng)
-        self.fabric = FakeFabric(speed)
+        self.fabric = FakeFabric(self.network, speed)
         self.model = model or model_card(layer_bytes=(8 * MIB,) * 8)
         self.nodes: list[SimNode] = []
         """Those that were started, the killed ones too, in order."""
@@ -138,6 +150,15 @@ class Cluster:
         self.fabric.resume(node.node_id)
         self.network.resume(node.node_id)
 
+    def live(self) -> list[SimNode]:
+        """Nodes that run, in the order of their start; the stopped too."""
+        return [node for node in self.nodes if self.node_of(node.node_id) is node]
+
+    def node_of(self, node_id: NodeId) -> SimNode | None:
+        """The one that runs under that id."""
+        transport = self.network.running(node_id)
+        return next((node for node in self.nodes if node.transport is transport), None) if transport else None
+
     async def settle(self, nodes: Sequence[SimNode] = (), timeout_seconds: float = 30.0) -> None:
         """Until `nodes` (all that were started, by default) see exactly each other."""
         group = nodes or self.nodes
@@ -188,11 +209,13 @@ class Cluster:
         try:
             with node.transport.process:
                 async with trio.open_nursery() as nursery:
+                    node.nursery = nursery
                     await nursery.start(node.transport.run)
                     await nursery.start(node.mesh.run)
                     nursery.start_soon(node.serving.run)
                     task_status.started()
         finally:
+            node.nursery = None
             node.ended.set()
 
     def _serving(self, transport: SimTransport, mesh: Mesh, own_card: OwnCard, home: Path) -> Serving:
@@ -220,7 +243,7 @@ class Cluster:
             model_cards=ModelCards(transport, mesh.topology, local, settings.call_timeout_seconds),
             model_path=model_path,
             start_runner=self.fabric.start_runner(transport.node_id),
-            open_channel=self.fabric.open_channel,
+            open_channel=self.fabric.open_channel(transport.node_id),
             origin_certificate_der=b"origin",
         )
         return Serving.of(ports)

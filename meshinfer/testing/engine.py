@@ -5,21 +5,24 @@ agents run in a simulation. The next token is a pure function of (token ids so f
 answer can be compared to the letter, whoever computed it and however often it was interrupted.
 
 `FakeFabric` is the wire between runners: it knows who listens where, and does to runners what
-`SimNetwork` does to agents (`kill`, `stop`, `resume` of a node). What it does not model: bandwidth,
-memory that is really used, batching (sessions run side by side, each at its own pace).
+`SimNetwork` does to agents (`kill`, `stop`, `resume` of a node); latencies and cuts are the network's
+own. As real runners do, a head gives up on a step that gets no answer in time, and a head whose
+origin hung up drops its sessions. Every step is shown to `witness`, with the epoch that it was sent
+for, so that a test can say who ran what. What it does not model: bandwidth, memory that is really
+used, batching (sessions run side by side, each at its own pace).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import trio
 
 from meshinfer.base.errors import PeerLost
-from meshinfer.base.ids import NodeId, SessionId
-from meshinfer.topology.placement import Placement
+from meshinfer.base.ids import InstanceId, NodeId, SessionId
+from meshinfer.testing.network import SimNetwork
 from meshinfer.wire.messages import ChannelOffer, ChannelRole
 from meshinfer.wire.records import CancelSession, OpenSession, OriginRecord, RunnerRecord, SessionFailed, Token
 from meshinfer.wire.runner_control import (
@@ -40,6 +43,9 @@ from meshinfer.wire.runner_control import (
 
 VOCABULARY = 256
 HEARTBEAT_SECONDS = 0.5
+PATIENCE_SECONDS = 2.0
+"""How long a head waits for one stage of a step: the floor of real heads."""
+DIAL_SECONDS = 5.0
 
 
 def exact_token(token_ids: Sequence[int], seed: int) -> int:
@@ -64,13 +70,33 @@ class FakeSpeed:
     load_seconds: float = 1.0
     step_seconds: float = 0.01
     """One token through one stage."""
+    prefill_seconds_per_token: float = 0.0
+    """One token of a prompt through one stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Some tokens through one stage."""
+
+    node_id: NodeId
+    instance_id: InstanceId
+    epoch: int
+    """That it was sent for; the runner's own, or it would have refused."""
+    seat_index: int
+    session_id: SessionId
+    start: int
+    """Position of the first token."""
+    tokens: int
 
 
 class FakeFabric:
     """All fake runners and the channels between them."""
 
-    def __init__(self, speed: FakeSpeed | None = None) -> None:
+    def __init__(self, network: SimNetwork, speed: FakeSpeed | None = None) -> None:
+        self.network = network
         self.speed = speed or FakeSpeed()
+        self.witness: Callable[[Step], None] = lambda _: None
+        """Called for every step, after it."""
         self._listeners: dict[int, FakeRunner] = {}
         self._stopped: dict[NodeId, trio.Event] = {}
         """Nodes that are stopped, each with what is set when they go on."""
@@ -87,11 +113,25 @@ class FakeFabric:
 
         return start
 
-    async def open_channel(self, offer: ChannelOffer) -> FakeChannel:
-        """For `Ports.open_channel`: an origin dials a runner."""
-        await trio.lowlevel.checkpoint()
-        runner = self.listener(offer)
-        return FakeChannel(runner)
+    def open_channel(self, origin: NodeId) -> Callable[[ChannelOffer], Awaitable[FakeChannel]]:
+        """For `Ports.open_channel` of that node."""
+
+        async def dial(offer: ChannelOffer) -> FakeChannel:
+            return FakeChannel(await self.dial(origin, offer), origin)
+
+        return dial
+
+    async def dial(self, source: NodeId, offer: ChannelOffer) -> FakeRunner:
+        """There and back. Raises PeerLost where nobody listens or answers, or the token is not expected (any more)."""
+        runner = self._listeners.get(offer.port)
+        if runner is not None:
+            with trio.move_on_after(DIAL_SECONDS) as scope:
+                await self.network.carry(source, runner.node_id)
+                await self.moves(runner.node_id)
+                await self.network.carry(runner.node_id, source)
+            if scope.cancelled_caught:
+                raise PeerLost(f"port {offer.port} did not answer in {DIAL_SECONDS:.0f} s")
+        return self.listener(offer)
 
     def listener(self, offer: ChannelOffer) -> FakeRunner:
         """Raises PeerLost where nobody listens, or the token is not (or no longer) expected."""
@@ -100,6 +140,11 @@ class FakeFabric:
             raise PeerLost(f"nobody who expects us listens on port {offer.port}")
         runner.expected.discard(offer.token)
         return runner
+
+    @property
+    def runners(self) -> list[FakeRunner]:
+        """All live ones that are seats."""
+        return [runner for runner in self._listeners.values() if runner.is_seated and not runner.dead]
 
     def runners_of(self, node_id: NodeId) -> list[FakeRunner]:
         """Live runners of a node that have been told what seat to be: no spares."""
@@ -113,13 +158,17 @@ class FakeFabric:
         self.resume(node_id)
         for runner in self._processes_of(node_id):
             runner.die("killed")
+        for runner in self.runners:
+            for channel in [channel for channel in runner.channels if channel.origin == node_id]:
+                channel.hang_up()
 
     def stop(self, node_id: NodeId) -> None:
         """SIGSTOP: channels stay open, nothing moves."""
         self._stopped.setdefault(node_id, trio.Event())
 
     def resume(self, node_id: NodeId) -> None:
-        if event := self._stopped.pop(node_id, None):
+        event = self._stopped.pop(node_id, None)
+        if event is not None:
             event.set()
 
     async def moves(self, node_id: NodeId) -> None:
@@ -128,31 +177,34 @@ class FakeFabric:
             await self._stopped[node_id].wait()
 
 
-@dataclass(eq=False)
 class FakeChannel:
-    """An origin's end of a channel to a fake runner."""
+    """An origin's end of a channel to a fake runner. Records cross it in order, each after the network's latency."""
 
-    runner: FakeRunner
-    _closed: bool = False
-    _send: trio.MemorySendChannel[RunnerRecord] = field(init=False)
-    _receive: trio.MemoryReceiveChannel[RunnerRecord] = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Unlike a socket it does not push back: a simulation's answers are short.
-        self._send, self._receive = trio.open_memory_channel[RunnerRecord](100_000)
-        self.runner.channels.append(self)
+    def __init__(self, runner: FakeRunner, origin: NodeId) -> None:
+        self.runner = runner
+        self.origin = origin
+        self._closed = False
+        # Unlike sockets they do not push back: a simulation's answers are short.
+        self._send, self._receive = trio.open_memory_channel[tuple[float, RunnerRecord]](100_000)
+        self._ask, self._asked = trio.open_memory_channel[tuple[float, OriginRecord]](100_000)
+        runner.take_channel(self)
 
     async def send(self, record: OriginRecord) -> None:
         await trio.lowlevel.checkpoint()
-        if self.runner.dead or self._closed:
+        if self._closed:
             raise PeerLost("the runner is gone")
-        await self.runner.take(record, self)
+        self._ask.send_nowait((trio.current_time(), record))
 
     async def receive(self) -> RunnerRecord:
+        network, there, here = self.runner.network, self.runner.node_id, self.origin
         try:
-            return await self._receive.receive()
+            sent_at, record = await self._receive.receive()
         except (trio.EndOfChannel, trio.ClosedResourceError) as error:
+            await network.clear(there, here)  # nor does the end get past a cut
             raise PeerLost("the channel to the runner was closed") from error
+        await trio.sleep_until(sent_at + network.latency(there, here))
+        await network.clear(there, here)
+        return record
 
     async def aclose(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -160,11 +212,24 @@ class FakeChannel:
 
     def deliver(self, record: RunnerRecord) -> None:
         if not self._closed:
-            self._send.send_nowait(record)
+            self._send.send_nowait((trio.current_time(), record))
 
     def hang_up(self) -> None:
+        """Either side is gone."""
         self._closed = True
         self._send.close()
+        self._ask.close()
+
+    async def carry(self) -> None:
+        """Bring what the origin sends to the runner; the runner runs this until the origin hangs up."""
+        network, there, here = self.runner.network, self.origin, self.runner.node_id
+        async for sent_at, record in self._asked:
+            await trio.sleep_until(sent_at + network.latency(there, here))
+            await network.clear(there, here)
+            await self.runner.moves()
+            self.runner.take(record, self)
+        await network.clear(there, here)
+        self.runner.origin_lost(self)
 
 
 class FakeRunner:
@@ -177,7 +242,9 @@ class FakeRunner:
         """Why it is; empty while it lives."""
         self.expected: set[bytes] = set()
         self.channels: list[FakeChannel] = []
-        self.sessions: dict[SessionId, trio.CancelScope] = {}
+        self.network = fabric.network
+        self.sessions: dict[SessionId, tuple[FakeChannel, trio.CancelScope]] = {}
+        """Head: all and only those that run, each with its origin's channel and what ends it."""
         self.is_seated = False
         self._fabric = fabric
         self._seat: LoadSeat | None = None
@@ -190,8 +257,15 @@ class FakeRunner:
         self._nursery: trio.Nursery | None = None
         self._tokens = 0
         self._broken = False
+        self._hangs_since: float | None = None
+        self._started_at = trio.current_time()
 
     # --- as the agent sees it -------------------------------------------------------------------
+
+    @property
+    def seat(self) -> LoadSeat | None:
+        """What it is; None until its layers are loaded."""
+        return self._seat
 
     @property
     def pid(self) -> int:
@@ -250,11 +324,16 @@ class FakeRunner:
         for channel in self.channels:
             channel.hang_up()
 
+    def hang(self) -> None:
+        """Its MLX thread does nothing any more; heartbeats go on."""
+        self._hangs_since = trio.current_time()
+
     # --- the runner itself ----------------------------------------------------------------------
 
     async def _live(self) -> None:
         speed = self._fabric.speed
-        await self._pause(speed.start_seconds)
+        await trio.sleep_until(self._started_at + speed.start_seconds)  # a spare has done so already
+        await self.moves()
         async for message in self._inbox:
             match message:
                 case LoadSeat():
@@ -272,15 +351,22 @@ class FakeRunner:
                     self.channels.clear()
                     self._be(replace(self._seat, epoch=epoch, placement=placement, seat_index=seat_index))
                 case DialChannel():
-                    await self._pause(0.001)
-                    try:
-                        self._neighbours[message.role] = self._fabric.listener(message.offer)
-                    except PeerLost as error:
-                        self._break(message.role, str(error))
-                    else:
-                        self._say(Linked())
+                    assert self._nursery is not None
+                    self._nursery.start_soon(self._dial, message, self._seat)
                 case _:
                     pass
+
+    async def _dial(self, message: DialChannel, seat: LoadSeat | None) -> None:
+        try:
+            neighbour = await self._fabric.dial(self.node_id, message.offer)
+            await self.moves()
+        except PeerLost as error:
+            if self._seat is seat:
+                self._break(message.role, str(error))
+            return
+        if self._seat is seat:
+            self._neighbours[message.role] = neighbour
+            self._say(Linked())
 
     def _be(self, seat: LoadSeat) -> None:
         self._seat, self._broken = seat, False
@@ -292,7 +378,7 @@ class FakeRunner:
         """Notice at once when a neighbour that we dialled is gone."""
         while not self.dead:
             for role, neighbour in list(self._neighbours.items()):
-                if neighbour.dead:
+                if neighbour.dead and self.network.passes(neighbour.node_id, self.node_id):
                     self._break(role, neighbour.dead)
             await self._pause(0.02)
 
@@ -305,70 +391,115 @@ class FakeRunner:
 
     async def _beat(self) -> None:
         while not self.dead:
-            await self._pause(HEARTBEAT_SECONDS)
-            self._say(Heartbeat(self._tokens, 0.0, len(self.sessions), 0, 1000, 0, 1000, 0.01, self._tokens))
+            await trio.sleep(HEARTBEAT_SECONDS)
+            await self._fabric.moves(self.node_id)
+            busy = trio.current_time() - self._hangs_since if self._hangs_since is not None else 0.0
+            self._say(Heartbeat(self._tokens, busy, len(self.sessions), 0, 1000, 0, 1000, 0.01, self._tokens))
 
-    async def take(self, record: OriginRecord, channel: FakeChannel) -> None:
+    def take_channel(self, channel: FakeChannel) -> None:
+        """An origin has dialled."""
+        self.channels.append(channel)
+        if self._nursery is not None and not self.dead:
+            self._nursery.start_soon(channel.carry)
+
+    def take(self, record: OriginRecord, channel: FakeChannel) -> None:
         """Head: an origin's record."""
         match record:
+            case OpenSession() if self._broken:
+                channel.deliver(SessionFailed(record.session_id, "peer_lost", "the instance is broken"))
             case OpenSession():
                 if self._nursery is not None and not self.dead:
                     self._nursery.start_soon(self._run_session, record, channel)
             case CancelSession(session_id):
-                if scope := self.sessions.get(session_id):
-                    scope.cancel()
+                if session_id in self.sessions and self.sessions[session_id][0] is channel:
+                    self.sessions[session_id][1].cancel()
+
+    def origin_lost(self, channel: FakeChannel) -> None:
+        """Nobody is there any more for the sessions of this channel."""
+        if channel in self.channels:
+            self.channels.remove(channel)
+        for owner, scope in list(self.sessions.values()):
+            if owner is channel:
+                scope.cancel()
 
     async def _run_session(self, session: OpenSession, head_channel: FakeChannel) -> None:
-        assert self._seat is not None
-        if session.epoch != self._seat.epoch:
+        seat = self._seat
+        if seat is None or session.epoch != seat.epoch:
             head_channel.deliver(SessionFailed(session.session_id, "refused", f"epoch {session.epoch} is stale"))
             return
-        with trio.CancelScope() as scope:
-            self.sessions[session.session_id] = scope
-            token_ids = list(session.token_ids)
-            index = session.emitted
-            while True:
-                last = await self._step(self._seat.placement)
-                if last is None:
-                    head_channel.deliver(SessionFailed(session.session_id, "peer_lost", "a stage is gone"))
-                    break
-                token = exact_token(token_ids, session.sampling.seed)
-                token_ids.append(token)
-                done = index + 1 - session.emitted
-                finish = "stop" if token in session.stop_token_ids else ""
-                finish = finish or ("length" if done >= session.max_new_tokens else "")
-                record = Token(session.session_id, index, token, finish)  # type: ignore[arg-type]
-                for channel in last.channels:  # only its own origin knows the session
-                    channel.deliver(record)
-                self._tokens += 1
-                index += 1
-                if finish:
-                    break
-        self.sessions.pop(session.session_id, None)
+        token_ids = list(session.token_ids)
+        index, new = session.emitted, len(token_ids)
+        scope = trio.CancelScope()
+        self.sessions[session.session_id] = (head_channel, scope)
+        try:
+            with scope:
+                while True:
+                    last = await self._step(seat, session.session_id, len(token_ids) - new, new)
+                    if last is None:
+                        head_channel.deliver(SessionFailed(session.session_id, "peer_lost", "a stage is gone"))
+                        break
+                    token = exact_token(token_ids, session.sampling.seed)
+                    token_ids.append(token)
+                    done = index + 1 - session.emitted
+                    finish = "stop" if token in session.stop_token_ids else ""
+                    finish = finish or ("length" if done >= session.max_new_tokens else "")
+                    record = Token(session.session_id, index, token, finish)  # type: ignore[arg-type]
+                    for channel in last.channels:
+                        if channel.origin == head_channel.origin:
+                            channel.deliver(record)
+                    self._tokens += 1
+                    index, new = index + 1, 1
+                    if finish:
+                        break
+        finally:
+            if self.sessions.get(session.session_id, (None, None))[1] is scope:
+                del self.sessions[session.session_id]
 
-    async def _step(self, placement: Placement) -> FakeRunner | None:
-        """One token through every stage; the last one, or None if a stage is gone."""
-        runner: FakeRunner = self
-        for index in range(len(placement.seats)):
-            await runner._pause(self._fabric.speed.step_seconds)
-            if runner.dead or self.dead:
-                return None
-            if index < len(placement.seats) - 1:
-                following = runner._neighbours.get("activations")
-                if following is None:
+    async def _step(self, seat: LoadSeat, session_id: SessionId, start: int, tokens: int) -> FakeRunner | None:
+        """`tokens` tokens through every stage; the last one, or None if a stage is gone."""
+        speed = self._fabric.speed
+        seconds = speed.step_seconds if tokens == 1 else speed.prefill_seconds_per_token * tokens
+        stages = len(seat.placement.seats)
+        with trio.move_on_after(PATIENCE_SECONDS + 5 * seconds * stages):
+            runner = self
+            for index in range(stages):
+                step = Step(runner.node_id, seat.instance_id, seat.epoch, index, session_id, start, tokens)
+                following = await runner.run_stage(step, seconds)
+                if self.dead or following is None:
                     return None
+                if index + 1 < stages:
+                    await self.network.carry(runner.node_id, following.node_id)
                 runner = following
-        return runner
+            await self.network.clear(runner.node_id, self.node_id)
+            return runner
+        await self.moves()
+        if self._seat is seat:
+            self._break("activations", f"a step had no answer for {PATIENCE_SECONDS:.0f} s")
+        return None
+
+    async def run_stage(self, step: Step, seconds: float) -> FakeRunner | None:
+        """This stage's part of a step; who has the next one, itself if it is the last; None if it cannot."""
+        await self._pause(seconds)
+        seat = self._seat
+        if self.dead or self._broken or seat is None or seat.epoch != step.epoch:
+            return None
+        self._fabric.witness(step)
+        return self if step.seat_index == len(seat.placement.seats) - 1 else self._neighbours.get("activations")
 
     def _drop_sessions(self, why: str) -> None:
-        for session_id, scope in list(self.sessions.items()):
+        for session_id, (channel, scope) in list(self.sessions.items()):
             scope.cancel()
-            for channel in self.channels:
-                channel.deliver(SessionFailed(session_id, "peer_lost", why))
+            channel.deliver(SessionFailed(session_id, "peer_lost", why))
+
+    async def moves(self) -> None:
+        """Wait while its node is stopped or it hangs."""
+        await self._fabric.moves(self.node_id)
+        if self._hangs_since is not None:
+            await trio.sleep_forever()
 
     async def _pause(self, seconds: float) -> None:
         await trio.sleep(seconds)
-        await self._fabric.moves(self.node_id)
+        await self.moves()
 
     def _say(self, message: RunnerMessage) -> None:
         if not self.dead:

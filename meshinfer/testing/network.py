@@ -158,6 +158,10 @@ class SimNetwork:
     async def carry(self, source: NodeId, target: NodeId) -> None:
         """One message's way: the latency, and however long a cut or a stop holds it up."""
         await trio.sleep(self.latency(source, target))
+        await self.clear(source, target)
+
+    async def clear(self, source: NodeId, target: NodeId) -> None:
+        """Wait until something gets from `source` to `target`."""
         while not self.passes(source, target):
             await self._held.park()
 

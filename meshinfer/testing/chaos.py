@@ -1,0 +1,242 @@
+"""Chaos as values: what is done to whom and when, and what must hold all the same.
+
+    Scenario ──► a stage for it: simulated agents (`chaos_room`) or real processes (`scripts/chaos.py`)
+                     │ one `Answer` per client, one `Reading` per node before and after
+                     ▼
+                 violations(): the same checks for both
+
+A scenario says nothing of how its faults are made, so that one list serves the simulation and the real
+thing. Who plays which part, and at which token it is hit, the stage draws from the run's seed; a run that
+fails prints it. Pure.
+
+The promises, numbered as in the reports:
+1. every request ends, with success or one error that has a name, within its deadline;
+2. what the client has is what the failure-free run gives: all of it after a success, a beginning of it
+   after an error; so no token is lost, doubled or changed, and the answer's id never changes;
+3. success wherever the model still fits on who is left;
+4. five seconds after the last request, sessions, tasks, links and files are as before it;
+5. all live nodes see each other, and the same instances in the same epochs;
+6. no stage ran a step of an epoch that its node no longer holds;
+7. what runners hold never exceeded what their node offers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+Deed = Literal["kill", "stop", "kill runner", "hang runner", "cut off", "deafen", "mute", "cut from origin", "split"]
+"""kill: agent and runners die at once. stop: they freeze, and their sockets stay open. kill runner, hang runner: its
+runner alone dies, or computes no more while it goes on to send heartbeats. cut off: nothing passes from or to it;
+deafen: to it; mute: from it. cut from origin: nothing passes between it and the request's origin, while all others
+reach both (a bridge). split: the mesh falls into the origin with as many others as the model needs, and the rest."""
+Part = Literal["origin", "head", "middle", "last", "planner", "replacement", "holder", "bystander"]
+"""replacement: who took a lost seat. holder: any with a seat. bystander: one without a seat that is not the origin."""
+Moment = Literal["prefill", "first token", "token k", "repair"]
+"""Of the first client's request. token k: any but the first and the last. repair: within a second after the origin
+noticed an earlier fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    deed: Deed
+    part: Part
+    moment: Moment = "token k"
+    seconds: float = math.inf
+    """Until it is undone: the killed restarted, the stopped woken, the cut mended. Infinite: not while it matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Faults, and on what stage."""
+
+    name: str
+    faults: tuple[Fault, ...]
+    nodes: int = 5
+    stages: int = 3
+    """As many nodes as the model needs at least."""
+    ends: Literal["success", "error", "either"] = "success"
+    """What the clients of live origins must see. either: the fault outlasts what a request waits for, or hits the
+    origin itself."""
+
+
+def scenarios() -> tuple[Scenario, ...]:
+    """Every fault that we claim to survive."""
+    found: list[Scenario] = []
+    moments: tuple[Moment, ...] = ("prefill", "first token", "token k")
+    parts: tuple[Part, ...] = ("head", "middle", "last", "planner")
+    for part in parts:
+        found += [Scenario(f"kill {part} at {moment}", (Fault("kill", part, moment),)) for moment in moments]
+    for part in (*parts, "replacement"):
+        first = Fault("kill", "middle")
+        found.append(Scenario(f"kill middle, and {part} during the repair", (first, Fault("kill", part, "repair"))))
+    found.append(Scenario("kill head and middle at once", (Fault("kill", "head"), Fault("kill", "middle"))))
+    found.append(Scenario("kill middle and last at once", (Fault("kill", "middle"), Fault("kill", "last"))))
+    for part in ("head", "middle", "last"):
+        found += [Scenario(f"kill runner of {part} at {m}", (Fault("kill runner", part, m),)) for m in moments]
+        found.append(Scenario(f"hang runner of {part}", (Fault("hang runner", part),)))
+    again = (Fault("kill runner", "middle"), Fault("kill runner", "middle", "repair"))
+    found.append(Scenario("kill runner of middle, again during the repair", again))
+    for seconds in (2.0, 10.0, 60.0):
+        for part in parts:
+            found.append(Scenario(f"stop {part} for {seconds:.0f} s", (Fault("stop", part, seconds=seconds),)))
+        origin = (Fault("stop", "origin", seconds=seconds),)
+        found.append(Scenario(f"stop origin for {seconds:.0f} s", origin, ends="either"))
+    for moment in moments:
+        found.append(Scenario(f"kill origin at {moment}", (Fault("kill", "origin", moment),), nodes=6))
+    found.append(Scenario("kill a bystander", (Fault("kill", "bystander"),)))
+    found.append(Scenario("kill and restart middle", (Fault("kill", "middle", seconds=1.0),)))
+    found.append(Scenario("split for 10 s", (Fault("split", "origin", seconds=10.0),), nodes=6))
+    found.append(Scenario("cut off middle for 10 s", (Fault("cut off", "middle", seconds=10.0),)))
+    for part in ("head", "last"):
+        found.append(Scenario(f"deafen {part} for 10 s", (Fault("deafen", part, seconds=10.0),)))
+        found.append(Scenario(f"mute {part} for 10 s", (Fault("mute", part, seconds=10.0),)))
+        bridge = (Fault("cut from origin", part, seconds=10.0),)
+        # The planner, which reaches both, sees nothing to repair; the origin's client may have to ask another node.
+        found.append(Scenario(f"bridge: {part} and origin cannot reach each other for 10 s", bridge, ends="either"))
+    lost = (Fault("kill", "middle"),)
+    found.append(Scenario("kill middle, and the model fits nowhere", lost, nodes=3, ends="error"))
+    return tuple(found)
+
+
+# --- what is read ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as its client saw it."""
+
+    client: str
+    expected: Sequence[object]
+    """The failure-free answer: token ids, or characters."""
+    deadline_seconds: float
+    asked_at: float
+    origin_was_lost: bool = False
+    """Its origin died with it: then it may end as a broken connection, at any token."""
+    got: list[object] = field(default_factory=list[object])
+    times: list[float] = field(default_factory=list[float])
+    """When each came."""
+    ids: set[str] = field(default_factory=set[str])
+    """Of the response, as its chunks carried them."""
+    ended_at: float = math.nan
+    error: str = ""
+    """The code of the error that it ended with; empty after a success."""
+    said: str = ""
+    """The error's words."""
+
+    @property
+    def succeeded(self) -> bool:
+        return not math.isnan(self.ended_at) and not self.error
+
+    @property
+    def pause_seconds(self) -> float:
+        """The longest that its client waited for the next token, the first included."""
+        times = [self.asked_at, *self.times]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One live node's own account of itself, at rest."""
+
+    node: str
+    members: frozenset[str]
+    instances: tuple[tuple[str, int, str, str], ...]
+    """(id, epoch, placement, state), sorted."""
+    requests: int
+    """In flight, with this node as their origin."""
+    sessions: int
+    """In its runners."""
+    runners: int
+    seats: int
+    """That should have a runner."""
+    tasks: int = 0
+    """Of requests and links."""
+    files: int = 0
+    """Open file descriptors; 0 where that means nothing."""
+
+
+FILES_SLACK = 12
+"""Connections to a peer that came back, and files that the interpreter opens late; a leak of one a request shows."""
+TYPED = frozenset(("no_room", "peer_lost", "deadline_exceeded", "generation_failed", "model_not_found"))
+"""Codes that an answer may end with when nodes are lost: each says what it means. `internal` is none of them."""
+
+
+def answer_violations(answer: Answer, ends: str) -> list[str]:
+    """Promises 1 to 3, for one client."""
+    found: list[str] = []
+    who = f"client {answer.client}"
+    expected, got = tuple(answer.expected), tuple(answer.got)
+    if math.isnan(answer.ended_at):
+        found.append(f"1: {who} was left in silence with {len(got)} of {len(expected)} tokens")
+    elif answer.ended_at > answer.asked_at + answer.deadline_seconds + 1.0:
+        found.append(f"1: {who} ended {answer.ended_at - answer.asked_at:.1f} s after it asked")
+    if got != expected[: len(got)]:
+        at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(expected))
+        found.append(f"2: {who} has {got[at : at + 3]} from token {at} on; expected {expected[at : at + 3]}")
+    elif answer.succeeded and len(got) < len(expected):
+        found.append(f"2: {who} was told that {len(got)} tokens are all; expected {len(expected)}")
+    if len(answer.ids) > 1:
+        found.append(f"2: {who} got several response ids: {sorted(answer.ids)}")
+    if answer.origin_was_lost:
+        return found
+    if answer.error and answer.error not in TYPED:
+        found.append(f"1: {who} got {answer.error!r}: {answer.said}")
+    if ends == "success" and answer.error:
+        found.append(f"3: {who} failed after {len(got)} tokens with {answer.error}: {answer.said}")
+    if ends == "error" and answer.succeeded:
+        found.append(f"3: {who} has an answer from a model that fits nowhere")
+    return found
+
+
+def rest_violations(before: Iterable[Reading], after: Sequence[Reading]) -> list[str]:
+    """Promises 4 and 5, once everything has been quiet for a while; `after` has all and only the live nodes."""
+    found: list[str] = []
+    live = frozenset(reading.node for reading in after)
+    once = {reading.node: reading for reading in before}
+    for reading in after:
+        who = f"node {reading.node}"
+        if reading.requests or reading.sessions:
+            found.append(f"4: {who} still has {reading.requests} requests and {reading.sessions} sessions")
+        if reading.runners != reading.seats:
+            found.append(f"4: {who} has {reading.runners} runners for {reading.seats} seats")
+        was = once.get(reading.node)
+        if was is not None and reading.tasks > was.tasks:
+            found.append(f"4: {who} has {reading.tasks} tasks, {was.tasks} before")
+        if was is not None and reading.files > was.files + FILES_SLACK:
+            found.append(f"4: {who} has {reading.files} open files, {was.files} before")
+        if reading.members != live:
+            found.append(f"5: {who} sees {sorted(reading.members)}; alive are {sorted(live)}")
+        if reading.instances != after[0].instances:
+            found.append(f"5: {who} sees {reading.instances}, {after[0].node} sees {after[0].instances}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run."""
+
+    scenario: str
+    seed: int
+    answers: tuple[Answer, ...]
+    violations: tuple[str, ...]
+    recomputed_tokens: int = 0
+    """Positions that a stage read again, or that a replacement read for the lost one, over all stages."""
+    recompute_seconds: float = 0.0
+    """What reading them took of the first client's pause, where that can be told."""
+    settled_seconds: float = 0.0
+    """From the last fault's end (and the last answer's) to rest: all promises of 4 and 5 hold."""
+
+    @property
+    def replay(self) -> str:
+        """The command that plays it again."""
+        return f"./scripts/chaos --only {self.scenario!r} --seed {self.seed}"
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """By nearest rank; NaN of nothing."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan

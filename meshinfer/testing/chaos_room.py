@@ -1,0 +1,385 @@
+"""Chaos on simulated agents: a scenario, a seed, and virtual time.
+
+    outcome = play(scenario, seed)
+
+Agents, planner, membership, sessions are the product's own (`testing.cluster`); runners are the exact
+engine (`testing.engine`), so every answer is known to the letter. Three clients ask at once: the first
+is the one whose progress times the faults, the second has another origin, the third stays away from
+everything that is hit. When all have their answers and the faults are over, the nodes are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import trio
+import trio.testing
+
+from meshinfer.base.errors import MeshinferError
+from meshinfer.base.ids import InstanceId, NodeId, SessionId
+from meshinfer.base.units import MIB
+from meshinfer.planning.workload import Constraints
+from meshinfer.serving.election import elect
+from meshinfer.serving.requests import Finished, Generated, Waiting
+from meshinfer.testing.chaos import Answer, Fault, Outcome, Part, Reading, Scenario, answer_violations, rest_violations
+from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
+from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
+from meshinfer.topology.placement import Placement
+from meshinfer.wire.messages import Place
+
+log = logging.getLogger(__name__)
+
+CLIENTS = ("first", "second", "third")
+TOKENS = 60
+PROMPT_TOKENS = 8
+DEADLINE_SECONDS = 120.0
+REST_SECONDS = 5.0
+"""How long after the last answer and the last fault everything may take to be as before."""
+MEET_SECONDS = 30.0
+"""For nodes that were apart to find each other again first: re-dials back off."""
+NODE_BYTES = 30 * MIB
+"""Three layers of 8 MiB and some: the model of eight needs three nodes."""
+SPEED = FakeSpeed(start_seconds=0.5, load_seconds=0.3, step_seconds=0.01, prefill_seconds_per_token=0.002)
+"""A small model on laptops, with a spare process and the weights on disk; 32 ms a token over three stages."""
+
+
+def replays(seed: int) -> None:
+    """Let trio schedule by `seed` from now on: without it, the same run differs each time."""
+    # trio has no public door to it; Hypothesis does the same.
+    scheduler: Any = import_module("trio._core._run")
+    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True  # noqa: SLF001
+    scheduler._r.seed(seed)  # noqa: SLF001
+
+
+def play(scenario: Scenario, seed: int) -> Outcome:
+    """One run, on a clock that jumps."""
+
+    async def main() -> Outcome:
+        rng = random.Random(f"{scenario.name} {seed}")  # noqa: S311 - it replays
+        cluster = Cluster(rng, memory_bytes=NODE_BYTES, speed=SPEED)
+        async with cluster.running(scenario.nodes):
+            return await _Run(scenario, seed, cluster, rng).play()
+        raise AssertionError
+
+    replays(seed)
+    return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@dataclass
+class Witness:
+    """What the runners did, as the fabric shows it."""
+
+    cluster: Cluster
+    stale: Counter[str] = field(default_factory=Counter[str])
+    over_budget: set[str] = field(default_factory=set[str])
+    recomputed: Counter[SessionId] = field(default_factory=Counter[SessionId])
+    recompute_seconds: Counter[SessionId] = field(default_factory=Counter[SessionId])
+    _read: dict[tuple[SessionId, int], int] = field(default_factory=dict[tuple[SessionId, int], int])
+    """(session, seat) → positions that were read before."""
+
+    def __call__(self, step: Step) -> None:
+        node = self.cluster.node_of(step.node_id)
+        if node is None:
+            self.stale[f"{step.node_id} ran a step after its death"] += 1
+            return
+        if (step.instance_id, step.epoch, step.seat_index) not in _held(node):
+            self.stale[f"{step.node_id} ran seat {step.seat_index} of epoch {step.epoch}, which it does not hold"] += 1
+        before = self._read.get((step.session_id, step.seat_index), 0)
+        again = max(0, min(before, step.start + step.tokens) - step.start)
+        self._read[step.session_id, step.seat_index] = max(before, step.start + step.tokens)
+        self.recomputed[step.session_id] += again
+        self.recompute_seconds[step.session_id] += again * self.cluster.fabric.speed.prefill_seconds_per_token  # type: ignore[assignment]
+
+    async def watch_memory(self) -> None:
+        """Compare what runners hold with what their nodes offer, until cancelled."""
+        layers = self.cluster.model.layers
+        while True:
+            held: Counter[NodeId] = Counter()
+            for runner in self.cluster.fabric.runners:
+                if runner.seat is not None:
+                    seat = runner.seat.placement.seats[runner.seat.seat_index]
+                    held[runner.node_id] += sum(layer.weights.packed_bytes for layer in layers[seat.start : seat.end])
+            self.over_budget |= {f"{node} held {size} bytes" for node, size in held.items() if size > NODE_BYTES}
+            await trio.sleep(0.05)
+
+
+class _Run:
+    def __init__(self, scenario: Scenario, seed: int, cluster: Cluster, rng: random.Random) -> None:
+        self.scenario, self.seed, self.cluster, self.rng = scenario, seed, cluster, rng
+        self.witness = Witness(cluster)
+        self.dead: set[NodeId] = set()
+        """Killed, and not restarted."""
+        self.placement: Placement
+        """Before anything happens."""
+        self.origin: SimNode
+        self.answers: list[Answer] = []
+        self.noticed = trio.Event()
+        """The first client's origin has seen that something is wrong."""
+        self.over_at = 0.0
+        """When the last fault was undone, or done for good."""
+        self._k = rng.randrange(1, TOKENS * 3 // 4)
+        self._session: SessionId
+        """The first client's."""
+        self._connections: dict[NodeId, list[tuple[trio.CancelScope, Answer]]] = defaultdict(list)
+        """By origin; a client's end of its connection."""
+
+    async def play(self) -> Outcome:
+        cluster, rng = self.cluster, self.rng
+        cluster.fabric.witness = self.witness
+        planner = cluster.nodes[0].serving.placer
+        preview = await planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
+        wanted = rng.choice([plan for plan in preview.plans if len(plan.placement.seats) == self.scenario.stages])
+        await planner.place(Place(cluster.model.model_id, WORKLOAD, Constraints(), wanted.placement))
+        await cluster.until(lambda: all([i.state for i in n.instances()] == ["ready"] for n in cluster.nodes))
+        self.placement = wanted.placement
+        self._cast()
+        before: list[Reading] = []
+        async with trio.open_nursery() as watching:
+            watching.start_soon(self.witness.watch_memory)
+            # Links and caches that stay for the next request belong to the state before.
+            for node in self._live():
+                warm_up = Answer(f"of {node.name}", exact_answer((1,), 1, 2), DEADLINE_SECONDS, trio.current_time())
+                await self._ask(warm_up, node, (1,), 1)
+            before = [read_node(cluster, node) for node in self._live()]
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for index, (origin, count) in enumerate(self._clients()):
+                    nursery.start_soon(self._client, index, origin, count)
+                nursery.start_soon(self._prelude)
+            await trio.sleep_until(self.over_at)
+            settled, rest = await self._come_to_rest(before)
+            watching.cancel_scope.cancel()
+        violations = [v for answer in self.answers for v in answer_violations(answer, self._ends(answer))] + rest
+        violations += [f"6: {what} ({times} times)" for what, times in self.witness.stale.items()]
+        violations += [f"7: {what}" for what in self.witness.over_budget]
+        violations += [f"a handler failed: {bug!r}" for bug in cluster.network.failures]
+        return Outcome(
+            self.scenario.name,
+            self.seed,
+            tuple(sorted(self.answers, key=lambda answer: CLIENTS.index(answer.client))),
+            tuple(violations),
+            sum(self.witness.recomputed.values()),
+            float(self.witness.recompute_seconds[self._session]),
+            settled,
+        )
+
+    # --- the cast -------------------------------------------------------------------------------
+
+    def _cast(self) -> None:
+        """Who asks: somebody whom the faults are not aimed at, unless one is."""
+        not_yet = {"origin", "replacement", "bystander"}
+        parts: set[Part] = {fault.part for fault in self.scenario.faults if fault.part not in not_yet}
+        hit = {node for part in parts for node in self._players(part)}
+        free = [node for node in self.cluster.nodes if node.node_id not in hit]
+        self.origin = self.rng.choice(free or self.cluster.nodes)
+
+    def _clients(self) -> Sequence[tuple[SimNode, int]]:
+        """(origin, tokens) of each: the first, another of the same origin or not, and one that asks for little."""
+        parts: set[Part] = {fault.part for fault in self.scenario.faults}
+        hit = {node for part in parts for node in self._players(part)} | {self.origin.node_id}
+        others = [node for node in self.cluster.nodes if node.node_id not in hit] or [self.origin]
+        return (self.origin, TOKENS), (self.rng.choice(others), TOKENS), (self.rng.choice(others), 5)
+
+    def _players(self, part: Part) -> list[NodeId]:
+        """Who may play that part now."""
+        seats = [seat.node_id for seat in self.placement.seats]
+        match part:
+            case "origin":
+                return [self.origin.node_id]
+            case "head":
+                return seats[:1]
+            case "middle":
+                return seats[1:-1] or seats[-1:]
+            case "last":
+                return seats[-1:]
+            case "planner":
+                return list(elect(self.cluster.model.model_id, [node.node_id for node in self._live()])[:1])
+            case "holder":
+                return seats
+            case "bystander":
+                return [n.node_id for n in self._live() if n.node_id not in seats and n is not self.origin]
+            case "replacement":
+                now = {seat.node_id for i in self.origin.instances() for seat in i.placement.seats}
+                return sorted((now - set(seats)) - self.dead - {self.origin.node_id}) or [
+                    node for node in seats if node not in self.dead and node != self.origin.node_id
+                ]
+
+    def _live(self) -> list[SimNode]:
+        return [node for node in self.cluster.live() if node.node_id not in self.dead]
+
+    def _ends(self, answer: Answer) -> str:
+        """What a client must see. The first is the one that the scenario speaks of; where its answer may fail or
+        must, another's may too, if it comes late.
+        """
+        return "either" if answer.client != "first" and self.scenario.ends == "error" else self.scenario.ends
+
+    # --- the clients ----------------------------------------------------------------------------
+
+    async def _client(self, index: int, origin: SimNode, count: int) -> None:
+        prompt = tuple(range(index, index + PROMPT_TOKENS))
+        seed = self.seed + index
+        name = CLIENTS[index]
+        if index:
+            await trio.sleep(random.Random(seed).uniform(0, 0.5))  # noqa: S311 - it replays
+        answer = Answer(name, exact_answer(prompt, seed, count), DEADLINE_SECONDS, trio.current_time())
+        self.answers.append(answer)
+        await self._ask(answer, origin, prompt, seed)
+
+    async def _ask(self, answer: Answer, origin: SimNode, prompt: tuple[int, ...], seed: int) -> None:
+        """Ask and write down what comes; as the HTTP side does, it knows nothing but the events."""
+        request = self.cluster.request(prompt, len(answer.expected), seed, DEADLINE_SECONDS)
+        if answer.client == "first":
+            self._session = request.session_id
+        with trio.CancelScope() as connection:
+            self._connections[origin.node_id].append((connection, answer))
+            try:
+                async with origin.serving.sessions.generate(request) as events:
+                    async for event in events:
+                        self._take(answer, event)
+            except MeshinferError as error:
+                answer.error, answer.said = error.code, str(error)
+            if not answer.error and math.isnan(answer.ended_at):
+                answer.error, answer.said = "internal", "the stream ended without an end"
+            answer.ended_at = trio.current_time()
+        if connection.cancelled_caught:
+            answer.error, answer.ended_at = "connection", trio.current_time()
+
+    def _take(self, answer: Answer, event: object) -> None:
+        match event:
+            case Generated():
+                if event.index != len(answer.got):
+                    answer.ids.add(f"token {event.index} came as number {len(answer.got)}")
+                answer.got.append(event.token_id)
+                answer.times.append(trio.current_time())
+                if answer.client == "first":
+                    self._reached(event.index)
+            case Finished():
+                answer.ended_at = trio.current_time()
+            case Waiting(phase="repairing") if answer.client == "first":
+                self.noticed.set()
+            case _:
+                pass
+
+    # --- the faults -----------------------------------------------------------------------------
+
+    def _reached(self, index: int) -> None:
+        for fault in self.scenario.faults:
+            if fault.moment == "first token" and index == 0:
+                self._nursery.start_soon(self._do, fault)
+            if fault.moment == "token k" and index == self._k:
+                self._nursery.start_soon(self._do, fault)
+
+    async def _prelude(self) -> None:
+        """The faults that no token times."""
+        for fault in self.scenario.faults:
+            if fault.moment == "prefill":
+                prefill = SPEED.prefill_seconds_per_token * PROMPT_TOKENS * self.scenario.stages
+                await trio.sleep(self.rng.uniform(0, prefill))
+                await self._do(fault)
+            elif fault.moment == "repair":
+                with trio.move_on_after(10):
+                    await self.noticed.wait()
+                await trio.sleep(self.rng.uniform(0, 1.0))
+                await self._do(fault)
+
+    async def _do(self, fault: Fault) -> None:
+        """Make the fault, and undo it when its time is over."""
+        players = [node for node in self._players(fault.part) if node not in self.dead]
+        if not players:
+            return
+        node = self.cluster.node_of(self.rng.choice(players))
+        assert node is not None
+        log.info("%.3f: %s %s (%s)", trio.current_time(), fault.deed, fault.part, node.node_id)
+        network = self.cluster.network
+        everyone = [other.node_id for other in self._live() if other is not node]
+        self.over_at = max(self.over_at, trio.current_time())
+        if math.isfinite(fault.seconds):
+            self.over_at = max(self.over_at, trio.current_time() + fault.seconds)
+        match fault.deed:
+            case "kill":
+                self._kill(node)
+            case "stop":
+                self.cluster.stop(node)
+            case "kill runner" | "hang runner":
+                for runner in self.cluster.fabric.runners_of(node.node_id):
+                    runner.die("killed by SIGKILL") if fault.deed == "kill runner" else runner.hang()
+            case "cut off":
+                network.cut([node.node_id], everyone)
+            case "deafen":
+                network.cut(everyone, [node.node_id], one_way=True)
+            case "mute":
+                network.cut([node.node_id], everyone, one_way=True)
+            case "cut from origin":
+                network.cut([node.node_id], [self.origin.node_id])
+            case "split":
+                rest = self.rng.sample(everyone, len(everyone) + 1 - self.scenario.stages)
+                network.cut(rest, [other for other in (*everyone, node.node_id) if other not in rest])
+        if not math.isfinite(fault.seconds):
+            return
+        await trio.sleep(fault.seconds)
+        if fault.deed == "kill":
+            await self.cluster.restart(node)
+            self.dead.discard(node.node_id)
+        elif fault.deed == "stop":
+            self.cluster.resume(node)
+        else:
+            network.heal()
+        log.info("%.3f: %s %s is over", trio.current_time(), fault.deed, fault.part)
+
+    def _kill(self, node: SimNode) -> None:
+        self.dead.add(node.node_id)
+        for connection, answer in self._connections.pop(node.node_id, ()):
+            if math.isnan(answer.ended_at):
+                answer.origin_was_lost = True
+                connection.cancel()
+        self.cluster.kill(node)
+
+    # --- afterwards -----------------------------------------------------------------------------
+
+    async def _come_to_rest(self, before: Sequence[Reading]) -> tuple[float, list[str]]:
+        """(seconds until all is as before, what is not in time)."""
+        start = trio.current_time()
+        live = {node.node_id for node in self._live()}
+        with trio.move_on_after(MEET_SECONDS):
+            while any(set(node.mesh.topology().by_id) != live for node in self._live()):  # noqa: ASYNC110 - virtual time is free
+                await trio.sleep(0.05)
+        found: list[str] = []
+        with trio.move_on_after(REST_SECONDS):
+            while True:
+                found = rest_violations(before, [read_node(self.cluster, node) for node in self._live()])
+                if not found:
+                    break
+                await trio.sleep(0.05)
+        return trio.current_time() - start, found
+
+
+def _held(node: SimNode) -> frozenset[tuple[InstanceId, int, int]]:
+    """(instance, epoch, seat) of the seats that should have a runner now, by the node's own card."""
+    return frozenset(
+        (seat.instance_id, seat.epoch, seat.seat_index)
+        for seat in node.serving.ports.own_card().seats
+        if seat.state not in {"leased", "failed"}
+    )
+
+
+def read_node(cluster: Cluster, node: SimNode) -> Reading:
+    """What the node says of itself."""
+    serving = node.serving
+    runners = cluster.fabric.runners_of(node.node_id)
+    return Reading(
+        node=node.node_id,
+        members=frozenset(node.mesh.topology().by_id),
+        instances=tuple(sorted((i.instance_id, i.epoch, i.placement.placement_id, i.state) for i in node.instances())),
+        requests=serving.sessions.count,
+        sessions=sum(len(runner.sessions) for runner in runners),
+        runners=len(runners),
+        seats=len(_held(node)),
+        tasks=node.tasks("Sessions._run", "OriginLinks._keep"),
+    )

@@ -1,0 +1,93 @@
+"""Every fault that we claim to survive, a seed or two each; `./scripts/chaos` plays many.
+
+A failure prints the command that plays it again.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from meshinfer.testing.chaos import Answer, Outcome, Reading, Scenario, answer_violations, rest_violations, scenarios
+from meshinfer.testing.chaos_room import play
+
+SEEDS = 1
+SCENARIOS = scenarios()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
+def test_every_promise_holds(scenario: Scenario) -> None:
+    for seed in range(SEEDS):
+        outcome = play(scenario, seed)
+        assert outcome.violations == (), f"{outcome.replay}\n" + "\n".join(outcome.violations)
+
+
+def test_a_seed_replays() -> None:
+    def story(outcome: Outcome) -> object:
+        return outcome.recomputed_tokens, [answer.times for answer in outcome.answers]
+
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == "kill middle at token k")
+    assert story(play(scenario, 5)) == story(play(scenario, 5))
+
+
+# --- the checks themselves see what they are there to see ---------------------------------------
+
+
+def answer(got: str, *, error: str = "", ended_at: float = 2.0, ids: tuple[str, ...] = ("a",)) -> Answer:
+    return Answer("first", "hello", 10.0, 0.0, got=list(got), ids=set(ids), error=error, ended_at=ended_at)
+
+
+def test_an_answer_as_promised_is_no_violation() -> None:
+    assert answer_violations(answer("hello"), "success") == []
+    assert answer_violations(answer("hel", error="no_room"), "error") == []
+    assert answer_violations(answer("hel", error="connection"), "success") != []
+    lost = answer("hel", error="connection")
+    lost.origin_was_lost = True
+    assert answer_violations(lost, "success") == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "promise"),
+    [
+        (answer("hel", ended_at=float("nan")), "1:"),
+        (answer("hello", ended_at=12.0), "1:"),
+        (answer("hel", error="internal"), "1:"),
+        (answer("hello!"), "2:"),
+        (answer("helo"), "2:"),
+        (answer("hell"), "2:"),
+        (answer("hello", ids=("a", "b")), "2:"),
+        (answer("jello", error="peer_lost"), "2:"),
+        (answer("hel", error="peer_lost"), "3:"),
+    ],
+)
+def test_every_broken_promise_to_a_client_is_seen(bad: Answer, promise: str) -> None:
+    assert any(violation.startswith(promise) for violation in answer_violations(bad, "success"))
+
+
+def reading(node: str, **more: object) -> Reading:
+    fields: dict[str, object] = {
+        "members": frozenset("ab"),
+        "instances": (("i", 1, "p", "ready"),),
+        "requests": 0,
+        "sessions": 0,
+        "runners": 1,
+        "seats": 1,
+    }
+    return Reading(node=node, **{**fields, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"requests": 1},
+        {"sessions": 1},
+        {"runners": 2},
+        {"tasks": 1},
+        {"files": 50},
+        {"members": frozenset("abc")},
+        {"instances": (("i", 2, "p", "ready"),)},
+    ],
+)
+def test_every_trace_that_is_left_on_a_node_is_seen(wrong: dict[str, object]) -> None:
+    before = [reading("a"), reading("b")]
+    assert rest_violations(before, before) == []
+    assert rest_violations(before, [reading("a"), reading("b", **wrong)]) != []
