@@ -54,8 +54,8 @@ class ProbePorts:
     """The agent, as the probe sees it."""
 
     home: Path
-    wanted: Callable[[], Mapping[str, LayerShape]]
-    """Kinds of weights that this node should know its speed for. Reads the disk: called in a thread."""
+    wanted: Callable[[], Awaitable[Mapping[str, LayerShape]]]
+    """Kinds of weights that this node should know its speed for."""
     at_work: Callable[[], bool]
     """Whether memory is promised here or a runner lives."""
     memory_to_try: Callable[[], int]
@@ -102,7 +102,7 @@ class SpeedProbe:
                     self._published.clear()
                     self._publish(book)
             self._calibrate(book)
-            wanted = await ports.in_thread(ports.wanted)
+            wanted = await ports.wanted()
             due = book.due(wanted, trio.current_time())
             if due and not ports.at_work():
                 await self._probe(book, due)
@@ -223,10 +223,12 @@ def node_probe(
     settings, card = ports.settings, ports.own_card
     wide = card().computes_float32
 
-    def wanted() -> Mapping[str, LayerShape]:
-        held = [found for model in store.held() if (found := _card_of(store, model.model_id)) is not None]
+    def held() -> list[ModelCard]:
+        return [found for model in store.held() if (found := _card_of(store, model.model_id)) is not None]
+
+    async def wanted() -> Mapping[str, LayerShape]:
         others = [other for other in ports.topology().nodes if other.node_id != ports.node_id]
-        return wanted_kinds(held, others, computes_float32=wide)
+        return wanted_kinds(await trio.to_thread.run_sync(held), others, computes_float32=wide)
 
     def memory_to_try() -> int:
         if settings.memory_limit_bytes:

@@ -66,10 +66,13 @@ class Node:
         kinds = tuple(MeasuredKind(kind, SPEED, 0.01, 5) for kind, _ in question.kinds)
         return SpeedReport(kinds, self.memory if question.memory_bytes else None, MEASURING_SECONDS)
 
+    async def wants(self) -> dict[str, LayerShape]:
+        return self.wanted
+
     def probe(self) -> SpeedProbe:
         ports = ProbePorts(
             home=self.home,
-            wanted=lambda: self.wanted,
+            wanted=self.wants,
             at_work=lambda: self.busy,
             memory_to_try=lambda: 1000,
             publish_speeds=lambda speeds: setattr(self, "card", speeds),
