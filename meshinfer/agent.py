@@ -25,7 +25,6 @@ from meshinfer.mesh.mesh import Mesh, MeshSettings
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.models.store import ModelStore
 from meshinfer.models.text_cache import TextCache
-from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.machine import MachineFacts, load_per_core, measure_machine
 from meshinfer.serving.model_cards import ModelCards
 from meshinfer.serving.model_files import ModelFiles
@@ -133,7 +132,6 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
 def _make_serving(
     settings: Settings, transport: Libp2pTransport, mesh: Mesh, own_card: OwnCard, store: ModelStore
 ) -> tuple[Serving, ServingBackend, SpeedProbe]:
-    give_way = GiveWay()
     cards = ModelCards(transport, mesh.topology, store.info, settings.call_timeout_seconds)
     files = ModelFiles(store, TextCache(settings.home / "text"), cards, transport)
     certificate = make_certificate()
@@ -153,12 +151,12 @@ def _make_serving(
         announce=announce,
         model_cards=cards,
         model_path=files.path,
-        start_runner=partial(give_way.start, RunnerProcess.start),
+        start_runner=RunnerProcess.start,
         open_channel=open_channel,
         origin_certificate_der=certificate.der,
     )
     serving = Serving.of(ports)
-    speed_probe = node_probe(ports, serving.seats, store, own_card.update, give_way)
+    speed_probe = node_probe(ports, serving.seats, store, own_card.update)
     return serving, ServingBackend(serving, files.text_directory), speed_probe
 
 

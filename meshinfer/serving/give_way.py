@@ -13,8 +13,8 @@ T = TypeVar("T")
 class GiveWay:
     """One probe at a time, and none while a runner is being started.
 
-    That a runner *lives* is not known here: who probes asks for that first, and a runner that is being started
-    is among the living before `start` returns to its caller's next step.
+    That a runner *works* is not known here: who probes asks for that first, and whoever starts one counts it among
+    those that do as soon as `start` returns.
     """
 
     def __init__(self) -> None:

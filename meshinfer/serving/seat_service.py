@@ -17,6 +17,7 @@ import trio
 from meshinfer.base.errors import BadInput, MeshinferError, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.planning.planner import seat_memory
+from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.runners import Runner
 from meshinfer.serving.seats import (
@@ -88,6 +89,8 @@ class SeatService:
         self._held: dict[SeatKey, _Held] = {}
         """All and only runners that have been told what to be and are not gone, by what they are now."""
         self._spares = Spares(ports.start_runner, self._may_keep_spare)
+        self.give_way = GiveWay()
+        """For who measures this machine: never while a seat is about to load."""
         self._nursery: trio.Nursery | None = None
         self._stirred = trio.Event()
         self._announced: object = None
@@ -252,7 +255,7 @@ class SeatService:
 
         try:
             path = await self._ports.model_path(placement.model_id, fetched)
-            runner = await self._spares.take()
+            runner = await self.give_way.start(self._spares.take)
         except (MeshinferError, OSError) as error:
             await self._perform(self._ledger.fail(key, str(error), trio.current_time()))
             return

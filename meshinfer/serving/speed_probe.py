@@ -216,9 +216,7 @@ def _differ(before: float, now: float) -> bool:
 # --- wired to a node ------------------------------------------------------------------------------
 
 
-def node_probe(
-    ports: Ports, seats: SeatService, store: ModelStore, update_card: Callable[..., Any], give_way: GiveWay
-) -> SpeedProbe:
+def node_probe(ports: Ports, seats: SeatService, store: ModelStore, update_card: Callable[..., Any]) -> SpeedProbe:
     """The probe of the node that `ports` is of. `update_card` changes fields of its card, by name."""
     settings, card = ports.settings, ports.own_card
     wide = card().computes_float32
@@ -261,7 +259,7 @@ def node_probe(
             ask=ask_process,
             computes_float32=wide,
         ),
-        give_way,
+        seats.give_way,
     )
 
 
