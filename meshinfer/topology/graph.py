@@ -83,6 +83,7 @@ class Topology:
                 "accelerator": card.accelerator,
                 "addresses": list(card.addresses),
                 "load": card.load,
+                "speeds": {told.kind: told.speed.to_json() for told in card.speeds},
                 "links": {
                     link.target: {
                         "latency_us": round(link.rtt_seconds / 2 * 1e6, 1),

@@ -44,6 +44,17 @@ class NodeSpeed:
     """Keys and values that attention reads; 0: as weights. On CPUs several times that of packed weights, which have
     to be unpacked."""
 
+    def to_json(self) -> dict[str, float | None]:
+        """For people and dashboards: rates per second, times in microseconds."""
+        return {
+            "stream_gb": round(self.stream_bytes_per_second / 1e9, 3),
+            "gflops": round(self.flops_per_second / 1e9, 1),
+            "cache_gb": round(self.cache_bytes_per_second / 1e9, 3) or None,
+            "step_overhead_us": round(self.step_overhead_seconds * 1e6, 1),
+            "layer_overhead_us": round(self.layer_overhead_seconds * 1e6, 1),
+            "sampling_us": round(self.sampling_seconds * 1e6, 1),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:

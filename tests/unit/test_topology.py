@@ -10,8 +10,10 @@ from planning_cases import topologies
 
 from meshinfer.base.ids import NodeId
 from meshinfer.testing.cards import node_card
+from meshinfer.topology.card import KindSpeed
 from meshinfer.topology.graph import Topology, quantise
 from meshinfer.topology.link import Link
+from meshinfer.topology.speed import NodeSpeed
 
 
 @given(topologies(), st.randoms(use_true_random=False))
@@ -94,3 +96,12 @@ def test_every_node_and_link_can_be_asked(topology):
 def test_free_memory_is_never_negative(usable, promised):
     card = node_card("ada", usable, memory_promised_bytes=promised)
     assert card.memory_free_bytes == max(0, usable - promised)
+
+
+def test_the_page_shows_each_node_s_speeds():
+    speed = NodeSpeed(1.25e9, 4e10, 3e-4, layer_overhead_seconds=1e-4)
+    node = node_card("a", speeds=(KindSpeed("q4g64", speed),))
+    shown = Topology.of([node], []).to_json()["nodes"]["a"]["speeds"]
+    assert shown["q4g64"]["stream_gb"] == 1.25
+    assert shown["q4g64"]["cache_gb"] is None
+    assert shown["q4g64"]["layer_overhead_us"] == 100
