@@ -39,6 +39,7 @@ from meshinfer.transport.home_lock import one_agent
 from meshinfer.transport.libp2p.transport import Libp2pSettings, Libp2pTransport
 from meshinfer.transport.mesh_key import load_or_make
 from meshinfer.transport.origin import open_origin_channel
+from meshinfer.transport.probe_channel import ProbeDoor
 from meshinfer.wire.messages import ChannelOffer
 
 DIAL_SECONDS = 3.0
@@ -95,8 +96,11 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
             )
         )
         own_card = OwnCard(_first_card(transport.node_id, name, settings, machine, store), settings.home)
-        mesh_settings = MeshSettings(settings.home, membership.key.mesh_id, settings.peers, settings.discovery)
-        mesh = Mesh(transport, own_card, mesh_settings, random.Random())  # noqa: S311 - spreads retries
+        mesh_settings = MeshSettings(
+            settings.home, membership.key.mesh_id, settings.peers, settings.discovery, settings.probe_bytes_per_hour
+        )
+        probes = ProbeDoor(settings.channel_host)
+        mesh = Mesh(transport, own_card, mesh_settings, random.Random(), probes=probes)  # noqa: S311 - spreads retries
         serving, backend, speed_probe = _make_serving(settings, transport, mesh, own_card, store)
 
         async with trio.open_nursery() as nursery:
@@ -154,6 +158,8 @@ def _make_serving(
         start_runner=RunnerProcess.start,
         open_channel=open_channel,
         origin_certificate_der=certificate.der,
+        best_host=mesh.best_host,
+        frame_arrived=mesh.frame_arrived,
     )
     serving = Serving.of(ports)
     speed_probe = node_probe(ports, serving.seats, store, own_card.update)

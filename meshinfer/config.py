@@ -8,6 +8,8 @@ from pathlib import Path
 
 import platformdirs
 
+PROBE_BYTES_PER_HOUR = 512 * 1024**2
+
 
 def default_home() -> Path:
     """Where identity, mesh key, address book and models live: MESHINFER_HOME, or the platform's data directory."""
@@ -59,6 +61,13 @@ class Settings:
     loopback: bool = False
     """Announce loopback addresses too: several agents on one machine."""
 
+    probe_bytes_per_hour: int = PROBE_BYTES_PER_HOUR
+    """What measuring links may send and receive in any hour, at most: 1.2 Mbit/s on average; round trips alone take
+    1.4 MB per link. A pair's first probe takes 1 to 2 MB at 100 Mbit/s, 15 to 20 at 1 Gbit/s, so sixteen laptops on a
+    gigabit switch need 300 MB to know each other. Raising it finds a link that changed while idle sooner (bursts are
+    repeated every ten minutes as far as it reaches) and takes that from other traffic; 0 leaves bandwidth to be
+    learnt from real frames only."""
+
     # --- machine ---
     memory_limit_bytes: int = 0
     """What runners may use in all. 0: what is available, less the reserve."""
@@ -85,3 +94,10 @@ class Settings:
     """A runner that loads nothing for this long is given up."""
     request_queue_limit: int = 64
     """Requests in this node at once, as their origin; more get 429."""
+
+    @property
+    def channel_host(self) -> str:
+        """Where channels of runners and probes listen: on loopback for a node that serves only itself, else on every
+        interface (nothing is served there without a pinned certificate and a one-time token).
+        """
+        return self.listen_host if self.listen_host.startswith("127.") else "0.0.0.0"  # noqa: S104

@@ -82,4 +82,4 @@ def sign(
 
 def _substance(heard: Heard) -> tuple[NodeCard, frozenset[tuple[NodeId, float, float]]]:
     links = frozenset((link.target, link.rtt_seconds, link.bandwidth_bytes_per_second) for link in heard.links)
-    return replace(heard.card, incarnation=0, version=0, load=0.0), links
+    return replace(heard.card, incarnation=0, version=0, load=0.0, coordinate=None), links

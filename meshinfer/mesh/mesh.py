@@ -20,7 +20,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
@@ -29,6 +29,7 @@ import trio
 from trio import TaskStatus
 
 from meshinfer.base.ids import NodeId
+from meshinfer.config import PROBE_BYTES_PER_HOUR
 from meshinfer.mesh.address_book import AddressBook
 from meshinfer.mesh.announcement import Heard, sign
 from meshinfer.mesh.changes import Changes, Watch
@@ -37,6 +38,7 @@ from meshinfer.mesh.dial_plan import DialPlan
 from meshinfer.mesh.discovery import AnotherMesh, Discovery, Hint, Self
 from meshinfer.mesh.gossip import Gossip, GossipStatistics
 from meshinfer.mesh.indirect import IndirectProbes
+from meshinfer.mesh.link_probe import LinkProber, LinkProberStatistics, ProbeChannels
 from meshinfer.mesh.membership import (
     Accused,
     AskOthers,
@@ -93,6 +95,8 @@ class MeshSettings:
     """`host:port` that a person gave: dialled until somebody is there."""
     discovery: bool = True
     """Announce and listen by multicast DNS."""
+    probe_bytes_per_hour: int = PROBE_BYTES_PER_HOUR
+    """See `Settings.probe_bytes_per_hour`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,8 @@ class MeshStatistics:
     view: ViewStatistics
     gossip: GossipStatistics
     prober: ProberStatistics
+    link_probes: LinkProberStatistics | None
+    """None: this node has nothing to probe with."""
     connector: ConnectorStatistics
 
 
@@ -131,6 +137,7 @@ class Mesh:
         settings: MeshSettings,
         rng: random.Random,
         on_another_mesh: Callable[[AnotherMesh], None] | None = None,
+        probes: ProbeChannels | None = None,
     ) -> None:
         """
         Args:
@@ -139,6 +146,7 @@ class Mesh:
             settings: see there.
             rng: spreads retries, picks whom to ask.
             on_another_mesh: called once for each other mesh that is heard on this network; logged if None.
+            probes: with what links are measured beyond pings; None: they are not.
 
         Raises:
             BadInput: a seed is no address.
@@ -171,6 +179,7 @@ class Mesh:
             transport, plan, wanted=self._wanted, on_unreachable=lambda node: self._tell(RedialFailed(node))
         )
         self._plan = plan
+        self._links = self._make_prober(probes, rng) if probes is not None else None
         self._live: frozenset[NodeId] = frozenset((self._own,))
         """As of the last look."""
         self._topology = self._view.topology(self._live, own_card.card)
@@ -233,8 +242,26 @@ class Mesh:
             view=self._view.statistics(),
             gossip=self._gossip.statistics(),
             prober=self._prober.statistics(),
+            link_probes=self._links.statistics() if self._links else None,
             connector=self._connector.statistics(),
         )
+
+    # --- links ----------------------------------------------------------------------------------
+
+    def best_host(self, peer: NodeId) -> str | None:
+        """Where runners should dial `peer`'s: the address that both ends agree on, else one that is known to work."""
+        chosen = self._links.best_host(peer) if self._links else None
+        return chosen or self._transport.peer_host(peer)
+
+    def frame_arrived(self, peer: NodeId, byte_count: int, seconds: float) -> None:
+        """A runner here received so much of a large frame from one of `peer`'s in that time."""
+        if self._links:
+            self._links.arrived(peer, byte_count, seconds)
+
+    def want_links(self, pairs: Iterable[tuple[NodeId, NodeId]]) -> None:
+        """A planner's candidates go over these: have those measured soon that are not yet. Returns at once."""
+        if self._links:
+            self._links.want(pairs)
 
     async def leave(self) -> None:
         """Tell everyone that this node goes; call it before the transport is stopped."""
@@ -262,6 +289,8 @@ class Mesh:
                 nursery.start_soon(self._tell_changes, name="topology changes")
                 nursery.start_soon(self._keep_house, name="lifetimes")
                 nursery.start_soon(self._keep_up, name="addresses")
+                if self._links:
+                    nursery.start_soon(self._links.run, name="link probes")
                 if self._settings.discovery:
                     myself = Self(
                         self._own, self._settings.mesh_id, self._own_card.card.name, self._own_card.card.agent_version
@@ -422,7 +451,22 @@ class Mesh:
         return near or able
 
     def _own_links(self) -> tuple[Link, ...]:
-        return self._prober.links(self._own, self._membership.vouched(), trio.current_time())
+        links = self._prober.links(self._own, self._membership.vouched(), trio.current_time())
+        return self._links.complete(links) if self._links else links
+
+    def _make_prober(self, probes: ProbeChannels, rng: random.Random) -> LinkProber:
+        return LinkProber(
+            self._transport,
+            probes,
+            self._own_card,
+            topology=self.topology,
+            members=self._membership.vouched,
+            ping_seconds=self._prober.rtt_seconds,
+            dial=self._connector.redial,
+            on_change=self._gossip.wake,
+            bytes_per_hour=self._settings.probe_bytes_per_hour,
+            rng=rng,
+        )
 
     def _wanted(self) -> Wanted:
         # Everyone with a card counts as here, though the links that prove it may still be on their way: else a

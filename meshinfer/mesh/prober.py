@@ -138,6 +138,11 @@ class Prober:
         """It is a member no more: what was measured means nothing now."""
         self._estimates.pop(peer, None)
 
+    def rtt_seconds(self, peer: NodeId) -> float:
+        """Smoothed round trip to `peer`; 0 before its first answer."""
+        estimate = self._estimates.get(peer)
+        return estimate.rtt_seconds if estimate else 0.0
+
     def links(self, source: NodeId, targets: Iterable[NodeId], now: float) -> tuple[Link, ...]:
         """What to announce of the links to `targets`, as far as they are measured; sorted by target."""
         estimates = ((target, self._estimates.get(target)) for target in sorted(targets))

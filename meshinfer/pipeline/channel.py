@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from meshinfer.base.errors import MeshinferError
+from meshinfer.transport.arrivals import Arrival, Arrivals
 from meshinfer.transport.tls import SecureSocket
 from meshinfer.wire.frames import Frame, FrameKind, FrameReader, encode_frame
 from meshinfer.wire.messages import ChannelRole
@@ -26,6 +28,10 @@ OUTBOX_FRAMES: dict[ChannelRole, int] = {
 }
 JOIN_BYTES = 64 * 1024
 """Smaller frames go out in one piece: copying 64 KiB takes 5 µs, one more TLS record and packet 20 µs."""
+
+LARGE_FRAME_BYTES = 256 * 1024
+"""From here on a frame's transfer says something of the link: 16 TLS records, 20 ms at 100 Mbit/s."""
+ARRIVALS_APART_SECONDS = 1.0
 
 INCOMING: dict[tuple[ChannelRole, bool], tuple[FrameKind, ...]] = {
     ("activations", False): (FrameKind.STEP,),
@@ -59,18 +65,26 @@ class Channel:
         """Why it has ended; empty while it works."""
         self._on_end: Callable[[str], None] = lambda _reason: None
 
-    def start(self, max_payload_bytes: int, deliver: Callable[[Frame], None], on_end: Callable[[str], None]) -> None:
+    def start(
+        self,
+        max_payload_bytes: int,
+        deliver: Callable[[Frame], None],
+        on_end: Callable[[str], None],
+        on_arrival: Callable[[Arrival], None] | None = None,
+    ) -> None:
         """Begin to read and write.
 
         Args:
             max_payload_bytes: of one incoming frame's tensors.
             deliver: called on the reader thread with each frame; while it waits, nothing more is read.
             on_end: called once, on any thread, with the reason.
+            on_arrival: called on the reader thread with how fast a large frame came in, if that tells something of the
+                link, at most once a second.
         """
         self._on_end = on_end
         reader = FrameReader(INCOMING.get((self.role, self.dialled), ()), max_payload_bytes)
         self._threads = 2
-        for name, work in (("reads", lambda: self._read(reader, deliver)), ("writes", self._write)):
+        for name, work in (("reads", lambda: self._read(reader, deliver, on_arrival)), ("writes", self._write)):
             threading.Thread(target=self._until_end, args=(work,), name=f"{self.role} {name}", daemon=True).start()
 
     def send(self, frame: Frame) -> bool:
@@ -107,10 +121,20 @@ class Channel:
             if self._threads == 0:
                 self._secure.close()
 
-    def _read(self, reader: FrameReader, deliver: Callable[[Frame], None]) -> None:
+    def _read(
+        self, reader: FrameReader, deliver: Callable[[Frame], None], on_arrival: Callable[[Arrival], None] | None
+    ) -> None:
+        arrivals, told_at = Arrivals(time.monotonic()), float("-inf")
         while (count := self._secure.recv_into(reader.buffer())) > 0:
+            now = time.monotonic()
+            arrivals.came(count, now)
             if (frame := reader.advance(count)) is not None:
+                arrival = arrivals.end()
+                if on_arrival and now - told_at >= ARRIVALS_APART_SECONDS and arrival.tells(LARGE_FRAME_BYTES):
+                    told_at = now
+                    on_arrival(arrival)
                 deliver(frame)
+                arrivals.ready(time.monotonic())
 
     def _write(self) -> None:
         while (frame := self._outbox.get()) is not None:

@@ -29,6 +29,7 @@ from meshinfer.pipeline.head import Head
 from meshinfer.pipeline.mailbox import Arrived, Broken, Mail, Mailbox, Opened
 from meshinfer.pipeline.progress import Progress
 from meshinfer.pipeline.tail import Tail
+from meshinfer.transport.arrivals import Arrival
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.frames import MAX_CONTROL_BYTES, Frame, FrameKind, Tensor
 from meshinfer.wire.messages import ChannelRole
@@ -40,7 +41,7 @@ from meshinfer.wire.records import (
     RunnerRecord,
     SessionFailed,
 )
-from meshinfer.wire.runner_control import ChannelLost, Linked, LoadSeat, Rebind, RunnerMessage
+from meshinfer.wire.runner_control import ChannelLost, Linked, LinkSample, LoadSeat, Rebind, RunnerMessage
 from meshinfer.wire.steps import StepAnswer, StepControl
 
 log = logging.getLogger(__name__)
@@ -175,6 +176,9 @@ class SeatLoop:
         def on_end(reason: str) -> None:
             self._mailbox.put(Broken(channel.role, channel.seat, reason, channel))
 
+        def on_arrival(arrival: Arrival) -> None:
+            self._tell(LinkSample(channel.seat, arrival.half_bytes, arrival.half_seconds))
+
         name = self._needed.get((channel.role, channel.seat, channel.dialled))
         if channel.role == "origin":
             if (before := self._origins.get(channel.peer)) is not None:
@@ -185,7 +189,10 @@ class SeatLoop:
             return
         else:
             self._seats[name] = channel
-        channel.start(self._stepper.max_payload_bytes if name == "steps in" else 0, deliver, on_end)
+        if name == "steps in":
+            channel.start(self._stepper.max_payload_bytes, deliver, on_end, on_arrival)
+        else:
+            channel.start(0, deliver, on_end)
         if name is not None and self._is_linked:
             self._tell(Linked())
 

@@ -203,7 +203,7 @@ class OriginLinks:
             else:
                 timeout = self._ports.settings.call_timeout_seconds + LISTEN_WAIT_SECONDS
                 offer = decode(ChannelOffer, await self._ports.transport.call(node, OPEN_CHANNEL, encode(ask), timeout))
-                known = self._ports.transport.peer_host(node)
+                known = self._ports.channel_host(node)
                 if known:
                     hosts = (known, *(host for host in offer.hosts if host != known))
                     offer = ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)

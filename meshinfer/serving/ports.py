@@ -64,6 +64,14 @@ class Ports:
     """This node, as an origin, dials the channel that a runner offers. Raises PeerLost."""
     origin_certificate_der: bytes
     """What this node shows when it dials runners as an origin."""
+    best_host: Callable[[NodeId], str | None] | None = None
+    """Where runners should dial that node's, as both ends have agreed; None: at the connection's address."""
+    frame_arrived: Callable[[NodeId, int, float], None] | None = None
+    """A runner here received so many bytes of a large frame from that node's in that many seconds."""
+
+    def channel_host(self, peer: NodeId) -> str | None:
+        """An address of `peer` that is known to work, the best one; None if there is none."""
+        return self.best_host(peer) if self.best_host else self.transport.peer_host(peer)
 
     @property
     def node_id(self) -> NodeId:

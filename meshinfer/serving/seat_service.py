@@ -49,6 +49,7 @@ from meshinfer.wire.runner_control import (
     DialChannel,
     ExpectChannel,
     Heartbeat,
+    LinkSample,
     Loading,
     LoadSeat,
     Rebind,
@@ -261,14 +262,13 @@ class SeatService:
             return
         held = self._held[key] = _Held(key, placement, runner)
         settings = self._ports.settings
-        loopback_only = settings.listen_host.startswith("127.")
         seat = LoadSeat(
             model_path=str(path),
             instance_id=key.instance_id,
             epoch=key.epoch,
             placement=placement,
             seat_index=key.seat_index,
-            bind_host=settings.listen_host if loopback_only else "0.0.0.0",  # noqa: S104 - pinned TLS and a one-time token
+            bind_host=settings.channel_host,
             prefill_chunk_tokens=settings.prefill_chunk_tokens,
             memory_limit_bytes=self._ports.own_card().memory_usable_bytes,
         )
@@ -317,6 +317,11 @@ class SeatService:
     async def _heard(self, held: _Held, message: RunnerMessage) -> None:
         if isinstance(message, Heartbeat):
             held.heartbeat = message
+        if isinstance(message, LinkSample):
+            if self._ports.frame_arrived and message.seat < len(held.placement.seats):
+                peer = held.placement.seats[message.seat].node_id
+                self._ports.frame_arrived(peer, message.byte_count, message.seconds)
+            return
         effects = self._ledger.runner_said(held.key, message, trio.current_time())
         if self._nursery is not None and effects:
             # Not awaited here: stopping waits for the very loop that calls this.
@@ -359,7 +364,7 @@ class SeatService:
             peer, OPEN_CHANNEL, encode(ask), self._ports.settings.call_timeout_seconds + LISTEN_WAIT_SECONDS
         )
         offer = decode(ChannelOffer, answer)
-        known = self._ports.transport.peer_host(peer)  # an address that works right now comes first
+        known = self._ports.channel_host(peer)  # an address that works right now comes first
         hosts = (known, *(host for host in offer.hosts if host != known)) if known else offer.hosts
         return ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from meshinfer.base.bounds import between, finite, sized
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, PlacementId
+from meshinfer.topology.coordinate import Coordinate
 from meshinfer.topology.placement import Placement
 from meshinfer.topology.speed import NodeSpeed
 
@@ -97,6 +98,8 @@ class NodeCard:
     leaving: bool = False
     speeds: Annotated[tuple[KindSpeed, ...], sized(0, 16)] = ()
     """Measured on this machine with its own engine; empty until it is."""
+    coordinate: Coordinate | None = None
+    """Where it is, for pairs that are not measured; None in a mesh so small that all are."""
 
     @property
     def order(self) -> tuple[int, int]:

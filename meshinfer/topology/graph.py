@@ -14,6 +14,7 @@ from typing import Any
 
 from meshinfer.base.ids import NodeId, digest_hex
 from meshinfer.topology.card import NodeCard
+from meshinfer.topology.coordinate import distance_seconds
 from meshinfer.topology.link import Link
 
 
@@ -48,6 +49,35 @@ class Topology:
     @cached_property
     def link_between(self) -> dict[tuple[NodeId, NodeId], Link]:
         return {(link.source, link.target): link for link in self.links}
+
+    @cached_property
+    def _access(self) -> dict[NodeId, tuple[float, float]]:
+        """Per node the best bandwidth measured from it and to it: what its own attachment is at least good for."""
+        best: dict[NodeId, tuple[float, float]] = {}
+        for link in self.links:
+            rate = link.bandwidth_bytes_per_second
+            out, into = best.get(link.source, (0.0, 0.0))
+            best[link.source] = (max(out, rate), into)
+            out, into = best.get(link.target, (0.0, 0.0))
+            best[link.target] = (out, max(into, rate))
+        return best
+
+    def link_or_estimate(self, source: NodeId, target: NodeId) -> Link | None:
+        """The measured link, or one estimated from the nodes' coordinates (it says so); None where neither is known.
+
+        Estimated on demand: a thousand nodes have a million pairs, and a plan looks at a few of them.
+        """
+        link = self.link_between.get((source, target))
+        if link is not None or source == target:
+            return link
+        places = [card.coordinate for node in (source, target) if (card := self.by_id.get(node)) and card.coordinate]
+        if len(places) < 2:
+            return None
+        nothing = (0.0, 0.0)
+        out, into = self._access.get(source, nothing)[0], self._access.get(target, nothing)[1]
+        rtt_seconds = quantise(min(3600.0, distance_seconds(*places)))
+        bandwidth = quantise(min(out, into))
+        return Link(source, target, rtt_seconds, bandwidth_bytes_per_second=bandwidth, estimated=True)
 
     @cached_property
     def digest(self) -> str:
@@ -93,6 +123,10 @@ class Topology:
                         "jitter_us": round(link.jitter_seconds * 1e6, 1),
                         "loss": link.loss,
                         "age_seconds": round(link.age_seconds, 1),
+                        "channel_rtt_us": round(link.channel_rtt_seconds * 1e6, 1) or None,
+                        "message_us": round(link.message_seconds * 1e6, 1) or None,
+                        "estimated": link.estimated,
+                        "degraded": link.degraded,
                     }
                     for link in self.links
                     if link.source == card.node_id

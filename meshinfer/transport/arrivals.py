@@ -36,6 +36,10 @@ class Arrival:
         """0: it cannot be told."""
         return self.half_bytes / self.half_seconds if self.half_seconds > 0 else 0.0
 
+    def tells(self, least_bytes: int) -> bool:
+        """Whether it says something of the link: large, waited for, in more than one piece."""
+        return self.waited and self.total_bytes >= least_bytes and self.half_seconds > 0 and self.half_bytes > 0
+
 
 class Arrivals:
     """Told of each read of one channel; gives each frame's `Arrival`."""

@@ -28,7 +28,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +124,7 @@ class ProbeDoor:
         self._allowed: dict[bytes, int] = {}
         """Tokens of offers that were not used yet, and the bytes of bursts that each allows; oldest first."""
         self._serving: set[SecureSocket] = set()
+        self._served_bytes = 0
         self._listener: Listener | None = None
         self._limit = trio.CapacityLimiter(MAX_SERVED)
 
@@ -132,8 +133,27 @@ class ProbeDoor:
         """What this node shows when it dials."""
         return self._certificate.der
 
+    @property
+    def is_serving(self) -> bool:
+        """Somebody probes this node now."""
+        return bool(self._serving)
+
+    def take_served_bytes(self) -> int:
+        """Of payload, in probes by others, since this was asked last."""
+        with self._lock:
+            taken, self._served_bytes = self._served_bytes, 0
+        return taken
+
+    def own_host_towards(self, host: str) -> str:
+        """The address that this machine would dial `host` from; empty if there is no way. Sends nothing."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as unsent:
+            unsent.connect((host, 9))  # connecting a datagram socket only asks the routing table
+            return unsent.getsockname()[0]
+        return ""
+
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> Generator[None]:
         """Offers can be made inside."""
         self._listener = Listener(self._bind_host, self._certificate, self._admit)
         try:
@@ -198,13 +218,17 @@ class ProbeDoor:
     def _serve(self, secure: SecureSocket, allowed_bytes: int) -> None:
         try:
             secure.send_all(WELCOME, DIAL_SECONDS)
-            _answer(_Wire(secure, time.monotonic() + PROBE_SECONDS), LATENCY_BYTES + allowed_bytes)
+            _answer(_Wire(secure, time.monotonic() + PROBE_SECONDS), LATENCY_BYTES + allowed_bytes, self._count)
         except (MeshinferError, OSError, ValueError):  # the dialler notices; nothing here depends on it
             pass
         finally:
             with self._lock:
                 self._serving.discard(secure)
             secure.close()
+
+    def _count(self, byte_count: int) -> None:
+        with self._lock:
+            self._served_bytes += byte_count
 
 
 class _Wire:
@@ -317,14 +341,15 @@ class _Dialler:
         return received
 
 
-def _answer(wire: _Wire, allowed_bytes: int) -> None:
-    """The acceptor's side, until the dialler closes or asks for too much."""
+def _answer(wire: _Wire, allowed_bytes: int, count: Callable[[int], None]) -> None:
+    """The acceptor's side, until the dialler closes or asks for too much; `count` is told of every frame's bytes."""
     while (received := wire.receive()) is not None:
         frame, arrival = received
         size = decode(SendMe, frame.control).byte_count if frame.kind == FrameKind.RECORD else _payload_bytes(frame)
         allowed_bytes -= size
         if allowed_bytes < 0:
             raise ProtocolError("a probe that uses more than it was allowed")
+        count(size)
         if frame.kind == FrameKind.RECORD:
             wire.send(_frame(size))
         else:
@@ -342,12 +367,3 @@ def _frame(size: int) -> Frame:
 
 def _payload_bytes(frame: Frame) -> int:
     return sum(tensor.data.nbytes for tensor in frame.tensors)
-
-
-def own_host_towards(host: str) -> str:
-    """The address that this machine would dial `host` from; empty if there is no way. Sends nothing."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # connecting a datagram socket only asks the routing table
-        return probe.getsockname()[0]
-    return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from meshinfer.base.bounds import at_least, between, sized
+from meshinfer.base.bounds import at_least, between, finite, sized
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, PlacementId
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Refusal
@@ -86,6 +86,7 @@ class PingedForYou:
     """Within its short deadline, or not. Saying no, too, tells that the way between asker and asked is fine."""
 
     reached: bool
+
 
 # --- placing ------------------------------------------------------------------------------------
 
@@ -189,6 +190,54 @@ class ChannelOffer:
     port: Annotated[int, between(1, 65535)]
     certificate_der: Annotated[bytes, sized(1, 4096)]
     token: Annotated[bytes, sized(16, 64)]
+
+
+# --- links --------------------------------------------------------------------------------------
+
+LINK_PROBE = "link-probe/1"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProbe:
+    """Dialler → acceptor: let me measure the way between us, over a channel of the activations' kind."""
+
+    certificate_der: Annotated[bytes, sized(1, 4096)]
+    bulk_bytes: Annotated[int, between(0, 2**40)]
+    """What bursts may use in all; 0: round trips only."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProbeOffer:
+    """Where, and how much of what was asked for: a node that is busy, or has used its budget up, allows no bursts."""
+
+    offer: ChannelOffer
+    bulk_bytes: Annotated[int, between(0, 2**40)]
+
+
+LINK_REPORT = "link-report/1"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What the caller measured of the callee's way to it, for the callee to publish. 0 or empty: not measured."""
+
+    bandwidth_bytes_per_second: Annotated[float, finite(0)] = 0.0
+    """At which the callee's bytes arrived here."""
+    rtt_seconds: Seconds = 0.0
+    message_seconds: Seconds = 0.0
+    callee_host: Annotated[str, sized(0, 64)] = ""
+    """The address pair that both ends use from now on: the one that decides has measured over it."""
+    caller_host: Annotated[str, sized(0, 64)] = ""
+
+
+LINKS_WANTED = "links-wanted/1"
+
+
+@dataclass(frozen=True, slots=True)
+class LinksWanted:
+    """A planner → one of its candidates: measure your way to these nodes, if you have not yet."""
+
+    targets: Annotated[tuple[NodeId, ...], sized(1, 16)]
 
 
 # --- models -------------------------------------------------------------------------------------

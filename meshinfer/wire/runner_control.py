@@ -133,6 +133,15 @@ class ChannelLost:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkSample:
+    """How fast a large frame from that seat's node came in: so many bytes of its second half. At most one a second."""
+
+    seat: Annotated[int, between(0, 255)]
+    byte_count: Annotated[int, at_least(1)]
+    seconds: Annotated[float, between(1e-9, 3600)]
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerFailed:
     """It cannot be this seat; the process ends after this."""
 
@@ -142,8 +151,8 @@ class RunnerFailed:
     do: Annotated[str, sized(0, 512)] = ""
 
 
-RunnerMessage = Listening | Loading | Loaded | Linked | Heartbeat | ChannelLost | RunnerFailed
+RunnerMessage = Listening | Loading | Loaded | Linked | Heartbeat | ChannelLost | LinkSample | RunnerFailed
 RunnerPhase = Literal["starting", "loading", "linking", "ready"]
 
 AGENT_MESSAGES = Registry(LoadSeat, ExpectChannel, DialChannel, Rebind, StopRunner)
-RUNNER_MESSAGES = Registry(Listening, Loading, Loaded, Linked, Heartbeat, ChannelLost, RunnerFailed)
+RUNNER_MESSAGES = Registry(Listening, Loading, Loaded, Linked, Heartbeat, ChannelLost, LinkSample, RunnerFailed)

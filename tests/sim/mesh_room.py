@@ -14,26 +14,30 @@ from meshinfer.mesh.mesh import Mesh, MeshSettings
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.testing.cards import node_card
 from meshinfer.testing.network import SimNetwork, SimTransport
+from meshinfer.testing.probes import SimProbes
 
 
 class Room:
     """Nodes `n00`, `n01`, … that all know one contact, the first."""
 
-    def __init__(self, network: SimNetwork, nursery: trio.Nursery, home: Path) -> None:
-        self.network, self._nursery, self._home = network, nursery, home
+    def __init__(self, network: SimNetwork, nursery: trio.Nursery, home: Path, probes: SimProbes | None = None) -> None:
+        self.network, self._nursery, self._home, self._probes = network, nursery, home, probes
         self.meshes: dict[NodeId, Mesh] = {}
         """All and only those that run (perhaps stopped)."""
         self.transports: dict[NodeId, SimTransport] = {}
         self.cards: dict[NodeId, OwnCard] = {}
 
-    async def start(self, name: str, *, seeds: tuple[str, ...] | None = None, address: str = "") -> Mesh:
-        transport = self.network.add(name, (address,) if address else ())
+    async def start(
+        self, name: str, *, seeds: tuple[str, ...] | None = None, address: str = "", addresses: tuple[str, ...] = ()
+    ) -> Mesh:
+        transport = self.network.add(name, addresses or ((address,) if address else ()))
         home = self._home / name
         own_card = OwnCard(node_card(transport.node_id), home)
         if seeds is None:
             seeds = next(iter(self.transports.values())).addresses() if self.transports else ()
         settings = MeshSettings(home, "test", seeds, discovery=False)
-        mesh = Mesh(transport, own_card, settings, random.Random(name))
+        probes = self._probes.of(transport.node_id) if self._probes else None
+        mesh = Mesh(transport, own_card, settings, random.Random(name), probes=probes)
 
         async def live(task_status: trio.TaskStatus[None]) -> None:
             with transport.process:
@@ -75,7 +79,7 @@ class Room:
 
 
 @asynccontextmanager
-async def room(home: Path, network: SimNetwork | None = None) -> AsyncIterator[Room]:
+async def room(home: Path, network: SimNetwork | None = None, probes: SimProbes | None = None) -> AsyncIterator[Room]:
     async with trio.open_nursery() as nursery:
-        yield Room(network or SimNetwork(), nursery, home)
+        yield Room(network or SimNetwork(), nursery, home, probes)
         nursery.cancel_scope.cancel()

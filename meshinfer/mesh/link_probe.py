@@ -1,0 +1,546 @@
+"""How fast is the way to each neighbour, each way, for what runners send: the driver of probes.
+
+    real frames ──► runner ──► its agent ─────┐
+    probe channel ──► decider of the edge ────┼──► paths, estimates ──► links of this node's announcement
+    reports of the other end ─────────────────┘          └──► best_host: which address runners dial
+
+Who writes what: of each link its source, as ever. But how fast bytes *arrive* only the target knows, so it tells the
+source in a report. The end with the lower id decides over which pair of addresses an edge runs, since it is the one
+that has tried them all; its reports carry the pair, so both ends and their runners use the same.
+
+Beyond a full mesh nobody measures every pair. Then each node works out its coordinate from the neighbours that it
+has (`mesh.coordinates`), any pair can be estimated from two cards (`Topology.link_or_estimate`), and a planner asks
+for those that its candidates really need (`want`): the cost per node does not grow with the mesh.
+
+What to probe when is `link_plan`, what to make of it `link_estimate`, how it is done `transport.probe_channel`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import trio
+
+from meshinfer.base.errors import MeshinferError
+from meshinfer.base.ids import NodeId
+from meshinfer.base.units import KIB, format_bytes, format_seconds
+from meshinfer.mesh.coordinates import Coordinates
+from meshinfer.mesh.link_estimate import Health, Path, best_path
+from meshinfer.mesh.link_plan import Job, candidate_hosts, next_job
+from meshinfer.mesh.neighbours import FULL_MESH_NODES
+from meshinfer.mesh.own_card import OwnCard
+from meshinfer.mesh.probe_budget import ProbeBudget
+from meshinfer.topology.card import NodeCard
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.link import Link
+from meshinfer.transport.base import Transport
+from meshinfer.transport.probe_channel import BULK_BYTES, LAPSE_SECONDS, PROBE_SECONDS, Measured
+from meshinfer.wire.codec import decode, encode
+from meshinfer.wire.messages import (
+    LINK_PROBE,
+    LINK_REPORT,
+    LINKS_WANTED,
+    ChannelOffer,
+    Done,
+    LinkProbe,
+    LinkProbeOffer,
+    LinkReport,
+    LinksWanted,
+)
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often it is looked at what is due. A new neighbour's first round trips come within this and their own time."""
+JOBS_AT_ONCE = 4
+"""Round-trip probes of different edges; of bursts there is one at a time, alone."""
+CALL_SECONDS = 3.0
+LEAST_BULK_BYTES = 256 * KIB
+"""Both directions together: with less even a slow link's burst would be too short."""
+REFUSED_SECONDS = 5.0
+"""After a node was busy with another probe, or with work."""
+RESERVED_SECONDS = LAPSE_SECONDS + PROBE_SECONDS
+"""How long an offered allowance can still be used."""
+REFRESH_SHARE = 0.25
+"""Of the budget stays for links that were never measured: refreshing others does not touch it."""
+FALLBACK_SECONDS = 15.0
+"""Without a word from the end that decides, the other one tries."""
+ARRIVALS_APART_SECONDS = 5.0
+"""Between two reports about real frames to one node."""
+STEADY_SHARE = 0.2
+"""What is announced stands until the estimate has left it by this share: an idle mesh repeats itself word for word."""
+COORDINATES_FROM_NODES = 12
+"""Announced a little before they are needed, so that they are good by then."""
+COORDINATES_APART_SECONDS = 5.0
+MAX_WANTED = 16
+"""Far nodes that are connected to because a planner asked. They add to a large mesh's dozen of connections."""
+WANTED_APART_SECONDS = 30.0
+
+
+class ProbeChannels(Protocol):
+    """Probes as they are made: `transport.probe_channel.ProbeDoor`, or a simulation's."""
+
+    @property
+    def certificate_der(self) -> bytes: ...
+
+    @property
+    def is_serving(self) -> bool: ...
+
+    def listening(self) -> AbstractContextManager[None]: ...
+
+    def offer(self, certificate_der: bytes, hosts: tuple[str, ...], bulk_bytes: int) -> ChannelOffer: ...
+
+    async def measure(self, peer: NodeId, offer: ChannelOffer, bulk_bytes: int) -> Measured: ...
+
+    def take_served_bytes(self) -> int: ...
+
+    def own_host_towards(self, host: str) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProberStatistics:
+    edges: int
+    measured: int
+    """Of them, those with a channel's round trip."""
+    probes: int
+    probes_failed: int
+    spent_bytes: int
+    """In the last hour, both directions, own probes and others'."""
+    reports_received: int
+
+
+@dataclass
+class _Edge:
+    """What is known of the way to one neighbour."""
+
+    since: float
+    paths: dict[str, Path] = field(default_factory=dict[str, Path])
+    """By the other end's host: those that this end tries. The other end's decisions are in `told`."""
+    chosen: str | None = None
+    """The path of `paths` that is in use, if this end decides and one works."""
+    told: Path = field(default_factory=Path)
+    """As the other end reports it."""
+    told_host: str | None = None
+    """Where it is to be dialled, as it says and its card confirms."""
+    told_at: float | None = None
+    busy: bool = False
+    not_before: float = 0.0
+    health: Health = field(default_factory=Health)
+    degraded: bool = False
+    said: tuple[float, float, float, bool] = (0.0, 0.0, 0.0, False)
+    """Bandwidth, round trip, message, degraded: as announced."""
+    arrival_told_at: float = float("-inf")
+
+    @property
+    def current(self) -> Path:
+        return self.paths[self.chosen] if self.chosen else self.told
+
+
+class LinkProber:
+    """Measures this node's edges and keeps the estimates."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        channels: ProbeChannels,
+        own_card: OwnCard,
+        *,
+        topology: Callable[[], Topology],
+        members: Callable[[], Collection[NodeId]],
+        ping_seconds: Callable[[NodeId], float],
+        dial: Callable[[NodeId], None],
+        on_change: Callable[[], None],
+        bytes_per_hour: int,
+        rng: random.Random,
+    ) -> None:
+        """
+        Args:
+            transport: for calls between agents.
+            channels: for the probes themselves.
+            own_card: read for whether this node works; its coordinate is written here.
+            topology: everyone alive.
+            members: neighbours that are alive, as far as this node itself can tell.
+            ping_seconds: smoothed round trip of a small message to one of them; 0 if unknown.
+            dial: begins to connect to a node.
+            on_change: what is announced of a link has changed.
+            bytes_per_hour: `Settings.probe_bytes_per_hour`.
+            rng: spreads retries.
+        """
+        self._transport, self._channels, self._own_card = transport, channels, own_card
+        self._own = transport.node_id
+        self._topology, self._members, self._ping_seconds = topology, members, ping_seconds
+        self._dial, self._on_change, self._rng = dial, on_change, rng
+        self._edges: dict[NodeId, _Edge] = {}
+        """All and only members that are connected, or were a moment ago."""
+        self._bytes_per_hour = bytes_per_hour
+        self._budget = ProbeBudget(bytes_per_hour)
+        self._lent: list[tuple[float, int]] = []
+        """Allowances of offers to others: until when, and how much."""
+        self._jobs = 0
+        self._bursting = False
+        self._ended = trio.Event()
+        """A probe has ended: what it found is announced, and the next one started, at once."""
+        self._coordinates = Coordinates(rng)
+        self._coordinate_told_at = float("-inf")
+        self._wanted: OrderedDict[NodeId, float] = OrderedDict()
+        """Far nodes that were asked for, and when; oldest first."""
+        self._asked: dict[NodeId, float] = {}
+        """Nodes that were asked to measure, and when."""
+        self._nursery: trio.Nursery | None = None
+        self._probes = self._failed = self._reports = 0
+        transport.serve(LINK_PROBE, self._on_probe)
+        transport.serve(LINK_REPORT, self._on_report)
+        transport.serve(LINKS_WANTED, self._on_wanted)
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        with self._channels.listening():
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                try:
+                    while True:
+                        self._look(nursery, trio.current_time())
+                        with trio.move_on_after(LOOK_SECONDS):
+                            await self._ended.wait()
+                        self._ended = trio.Event()
+                finally:
+                    self._nursery = None
+
+    # --- what others ask ------------------------------------------------------------------------
+
+    def complete(self, links: Iterable[Link]) -> tuple[Link, ...]:
+        """`links` with what is known of the channels over them."""
+        return tuple(self._complete(link) for link in links)
+
+    def best_host(self, peer: NodeId) -> str | None:
+        """The address at which runners should dial `peer`'s: the verified one that both ends agree on. None: not yet."""
+        edge = self._edges.get(peer)
+        return (edge.chosen or edge.told_host) if edge else None
+
+    def arrived(self, peer: NodeId, byte_count: int, seconds: float) -> None:
+        """A runner here received a large frame from `peer`'s: this many bytes of its second half in this time."""
+        edge, now = self._edges.get(peer), trio.current_time()
+        if edge is None or seconds <= 0 or self._nursery is None:
+            return
+        rate = byte_count / seconds
+        edge.current.carried(0.0, rate, now)
+        if now - edge.arrival_told_at >= ARRIVALS_APART_SECONDS:
+            edge.arrival_told_at = now
+            self._nursery.start_soon(self._report, peer, LinkReport(bandwidth_bytes_per_second=rate))
+
+    def want(self, pairs: Iterable[tuple[NodeId, NodeId]]) -> None:
+        """A planner's candidates go over these links: see to it that they are measured soon, here or elsewhere."""
+        known, now = self._topology().link_between, trio.current_time()
+        by_source: dict[NodeId, list[NodeId]] = {}
+        for source, target in pairs:
+            if source != target and (source, target) not in known and (target, source) not in known:
+                by_source.setdefault(source, []).append(target)
+        for source, targets in sorted(by_source.items()):
+            if source == self._own:
+                self._want_here(targets, now)
+            elif self._nursery is not None and now - self._asked.get(source, float("-inf")) >= WANTED_APART_SECONDS:
+                self._asked = {node: at for node, at in self._asked.items() if now - at < WANTED_APART_SECONDS}
+                self._asked[source] = now
+                self._nursery.start_soon(self._ask_to_measure, source, tuple(sorted(targets)[:MAX_WANTED]))
+
+    def statistics(self) -> LinkProberStatistics:
+        measured = sum(edge.current.rtt.value > 0 for edge in self._edges.values())
+        spent = self._budget.spent(trio.current_time())
+        return LinkProberStatistics(len(self._edges), measured, self._probes, self._failed, spent, self._reports)
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def _look(self, nursery: trio.Nursery, now: float) -> None:
+        """Bring everything up to date with who is here, and start what is due."""
+        self._settle(now)
+        members = set(self._members())
+        for gone in self._edges.keys() - members:
+            del self._edges[gone]
+        self._coordinates.forget(self._wanted.keys() - members)
+        topology = self._topology()
+        connected = self._transport.peers()
+        for peer in sorted(members & connected):
+            edge = self._edges.setdefault(peer, _Edge(now))
+            if self._decides(peer, edge, now):
+                self._find_paths(peer, edge, topology.by_id.get(peer))
+        # What was never measured comes first, so that a budget that does not reach for all is not used up by some.
+        # Round trips of all come before bursts of any; a node that does not even answer calls holds up nobody.
+        able = [edge for peer, edge in self._edges.items() if peer in connected and now >= edge.not_before]
+        all_tried = all(path.tried_at is not None for edge in able for path in edge.paths.values())
+        in_order = sorted(self._edges, key=lambda peer: (self._edges[peer].current.bulk_at or 0.0, peer))
+        for peer in in_order:
+            edge = self._edges[peer]
+            if peer in connected and not edge.busy and now >= edge.not_before:
+                self._start(nursery, peer, edge, topology.by_id.get(peer), now, all_tried=all_tried)
+        self._judge(now)
+        self._place(topology, now)
+
+    def _decides(self, peer: NodeId, edge: _Edge, now: float) -> bool:
+        return self._own < peer or (edge.told_at is None and now - edge.since >= FALLBACK_SECONDS)
+
+    def _find_paths(self, peer: NodeId, edge: _Edge, card: NodeCard | None) -> None:
+        addresses = card.addresses if card else ()
+        hosts = candidate_hosts(addresses, self._transport.peer_host(peer), self._transport.addresses())
+        if list(edge.paths) != hosts:
+            edge.paths = {host: edge.paths.get(host) or Path() for host in hosts}
+            if edge.chosen not in edge.paths:
+                edge.chosen = None
+
+    def _start(
+        self, nursery: trio.Nursery, peer: NodeId, edge: _Edge, card: NodeCard | None, now: float, *, all_tried: bool
+    ) -> None:
+        if self._bursting or self._jobs >= JOBS_AT_ONCE or not self._decides(peer, edge, now):
+            return
+        left = self._budget.available(now)
+        is_first = edge.current.bulk_at is None
+        may_burst = (
+            self._jobs == 0
+            and all_tried
+            and not self._channels.is_serving
+            and left >= LEAST_BULK_BYTES + (0 if is_first else int(REFRESH_SHARE * self._bytes_per_hour))
+            and _is_idle(self._own_card.card)
+            and (card is None or _is_idle(card))
+        )
+        job = next_job(edge.paths, edge.chosen, now, may_burst=may_burst)
+        if job is not None:
+            edge.busy, self._bursting = True, job.kind == "bursts"
+            self._jobs += 1
+            nursery.start_soon(self._probe, peer, edge, job, name=f"link probe {peer}")
+
+    def _settle(self, now: float) -> None:
+        """What others used of this node's allowance, and what they no longer can."""
+        self._budget.settle(0, self._channels.take_served_bytes(), now)
+        for _, lent_bytes in (lent for lent in self._lent if lent[0] <= now):
+            self._budget.settle(lent_bytes, 0, now)
+        self._lent = [lent for lent in self._lent if lent[0] > now]
+
+    def _judge(self, now: float) -> None:
+        """What is announced follows the estimates; a degraded edge is told of once."""
+        changed = False
+        for peer, edge in self._edges.items():
+            path = edge.current
+            edge.health.look(path.rtt.value, path.bandwidth_out.value, now)
+            degraded = edge.health.is_degraded(now)
+            if degraded != edge.degraded:
+                edge.degraded = degraded
+                log.warning(
+                    "the link to %s %s: %s/s, round trip %s",
+                    peer,
+                    "is worse than half of its best" if degraded else "is as good as it was again",
+                    format_bytes(path.bandwidth_out.value),
+                    format_seconds(path.rtt.value),
+                )
+            rate, rtt, message, _ = edge.said
+            now_said = (
+                _steady(rate, path.bandwidth_out.value),
+                _steady(rtt, path.rtt.value),
+                _steady(message, path.message.value),
+                degraded,
+            )
+            if now_said != edge.said:
+                edge.said, changed = now_said, True
+        if changed:
+            self._on_change()
+
+    def _place(self, topology: Topology, now: float) -> None:
+        """Keep this node's coordinate, and announce it where there are pairs that nobody measures."""
+        if len(topology.nodes) < COORDINATES_FROM_NODES:
+            if self._own_card.card.coordinate is not None and len(topology.nodes) < COORDINATES_FROM_NODES // 2:
+                self._own_card.update(coordinate=None)
+            return
+        for peer, edge in self._edges.items():
+            card = topology.by_id.get(peer)
+            rtt_seconds = edge.current.rtt.value or self._ping_seconds(peer)
+            if card is not None and card.coordinate is not None and rtt_seconds > 0:
+                self._coordinates.measured(peer, card.coordinate, rtt_seconds)
+        if now - self._coordinate_told_at >= COORDINATES_APART_SECONDS:
+            self._coordinate_told_at = now
+            self._own_card.update(coordinate=self._coordinates.announced())
+
+    def _complete(self, link: Link) -> Link:
+        edge = self._edges.get(link.target)
+        if edge is None:
+            return link
+        rate, rtt, message, degraded = edge.said
+        return replace(
+            link,
+            bandwidth_bytes_per_second=rate,
+            channel_rtt_seconds=rtt,
+            message_seconds=message,
+            degraded=degraded,
+        )
+
+    # --- probing --------------------------------------------------------------------------------
+
+    async def _probe(self, peer: NodeId, edge: _Edge, job: Job) -> None:
+        bursts = job.kind == "bursts"
+        reserved = self._budget.reserve(BULK_BYTES, trio.current_time()) if bursts else 0
+        used = 0
+        self._probes += 1
+        try:
+            measured = await self._measure(peer, edge, job, reserved)
+            if measured is not None:
+                used = measured.spent_bytes
+                await self._learn(peer, edge, job, measured)
+        finally:
+            self._budget.settle(reserved, used, trio.current_time())
+            edge.busy = False
+            self._jobs -= 1
+            if bursts:
+                self._bursting = False
+            self._ended.set()
+
+    async def _measure(self, peer: NodeId, edge: _Edge, job: Job, bulk_bytes: int) -> Measured | None:
+        """One probe of one path; None if there was none."""
+        ask = encode(LinkProbe(self._channels.certificate_der, bulk_bytes))
+        try:
+            granted = decode(LinkProbeOffer, await self._transport.call(peer, LINK_PROBE, ask, CALL_SECONDS))
+        except MeshinferError as error:  # says nothing of the path
+            log.debug("%s cannot be probed now: %s", peer, error)
+            edge.not_before = trio.current_time() + REFUSED_SECONDS * self._rng.uniform(0.5, 1.5)
+            return None
+        allowed = min(bulk_bytes, granted.bulk_bytes)
+        if job.kind == "bursts" and allowed < LEAST_BULK_BYTES:
+            edge.not_before = trio.current_time() + REFUSED_SECONDS * self._rng.uniform(0.5, 1.5)
+            return None
+        offer = replace(granted.offer, hosts=(job.host,))
+        try:
+            return await self._channels.measure(peer, offer, allowed)
+        except MeshinferError as error:
+            log.debug("probing %s at %s: %s", peer, job.host, error)
+            self._failed += 1
+            path = edge.paths.get(job.host)
+            if path is not None:
+                path.failed(trio.current_time())
+                await self._choose(peer, edge)
+            return None
+
+    async def _learn(self, peer: NodeId, edge: _Edge, job: Job, measured: Measured) -> None:
+        now = trio.current_time()
+        path = edge.paths.get(job.host)
+        if path is None:  # its host is gone from the card meanwhile
+            return
+        path.answered(measured.rtt_seconds, measured.message_seconds, now)
+        if measured.out_bytes_per_second or measured.in_bytes_per_second:
+            path.carried(measured.out_bytes_per_second, measured.in_bytes_per_second, now)
+        if not await self._choose(peer, edge) and job.host == edge.chosen:
+            report = LinkReport(
+                bandwidth_bytes_per_second=measured.in_bytes_per_second,
+                rtt_seconds=measured.rtt_seconds,
+                message_seconds=measured.message_seconds,
+            )
+            await self._report(peer, self._with_hosts(report, job.host))
+
+    async def _choose(self, peer: NodeId, edge: _Edge) -> bool:
+        """Take the best path; whether it is another one, which then is all told already."""
+        best = best_path(edge.paths, edge.chosen)
+        if best == edge.chosen:
+            return False
+        log.info("the way to %s is now by %s (was %s)", peer, best or "its connection", edge.chosen or "none")
+        edge.chosen, edge.health = best, Health()
+        if best is not None:
+            path = edge.paths[best]
+            report = LinkReport(path.bandwidth_in.value, path.rtt.value, path.message.value)
+            await self._report(peer, self._with_hosts(report, best))
+        return True
+
+    def _with_hosts(self, report: LinkReport, host: str) -> LinkReport:
+        return replace(report, callee_host=host, caller_host=self._channels.own_host_towards(host))
+
+    async def _report(self, peer: NodeId, report: LinkReport) -> None:
+        try:
+            await self._transport.call(peer, LINK_REPORT, encode(report), CALL_SECONDS)
+        except MeshinferError as error:
+            log.debug("%s was not told of its link: %s", peer, error)
+
+    # --- for others -----------------------------------------------------------------------------
+
+    async def _on_probe(self, caller: NodeId, payload: bytes) -> bytes:
+        ask, now = decode(LinkProbe, payload), trio.current_time()
+        bulk_bytes = 0
+        lent_lately = any(until - now > RESERVED_SECONDS - LOOK_SECONDS for until, _ in self._lent)
+        is_free = not self._bursting and not self._channels.is_serving and not lent_lately
+        if ask.bulk_bytes and is_free and _is_idle(self._own_card.card):
+            bulk_bytes = self._budget.reserve(min(ask.bulk_bytes, BULK_BYTES), now)
+            self._lent.append((now + RESERVED_SECONDS, bulk_bytes))
+        addresses = self._transport.addresses()
+        hosts = tuple(dict.fromkeys(address.rpartition(":")[0].strip("[]") for address in addresses))
+        offer = self._channels.offer(ask.certificate_der, hosts[:32], bulk_bytes)
+        log.debug("%s probes this node, with up to %d bytes of bursts", caller, bulk_bytes)
+        return encode(LinkProbeOffer(offer, bulk_bytes))
+
+    async def _on_report(self, caller: NodeId, payload: bytes) -> bytes:
+        report, now = decode(LinkReport, payload), trio.current_time()
+        edge = self._edges.get(caller)
+        if edge is None and caller in self._members():
+            edge = self._edges[caller] = _Edge(now)
+        if edge is not None:
+            self._reports += 1
+            if not report.callee_host:
+                edge.current.carried(report.bandwidth_bytes_per_second, 0.0, now)
+            else:
+                self._take_decision(caller, edge, report, now)
+        return encode(Done())
+
+    def _take_decision(self, caller: NodeId, edge: _Edge, report: LinkReport, now: float) -> None:
+        """The other end has decided on a pair of addresses, and says what it measured there."""
+        card = self._topology().by_id.get(caller)
+        known = candidate_hosts(
+            card.addresses if card else (), self._transport.peer_host(caller), self._transport.addresses()
+        )
+        # An address that its card does not confirm is the far side of a translation: nothing that could be dialled.
+        host = report.caller_host if report.caller_host in known else None
+        if host != edge.told_host:
+            edge.told_host, edge.told, edge.health = host, Path(), Health()
+        edge.told_at = now
+        edge.told.answered(report.rtt_seconds, report.message_seconds, now)
+        if report.bandwidth_bytes_per_second:
+            edge.told.carried(report.bandwidth_bytes_per_second, 0.0, now)
+
+    # --- far pairs ------------------------------------------------------------------------------
+
+    def _want_here(self, targets: Iterable[NodeId], now: float) -> None:
+        """Connect to them; that makes them neighbours, and whoever has the lower id probes."""
+        connected = self._transport.peers()
+        for target in sorted(targets):
+            is_new = target not in self._wanted
+            self._wanted[target] = now
+            self._wanted.move_to_end(target)
+            has_room = len(connected) < FULL_MESH_NODES + MAX_WANTED
+            if is_new and target not in connected and has_room and target in self._topology().by_id:
+                self._dial(target)
+        while len(self._wanted) > MAX_WANTED:
+            self._wanted.popitem(last=False)
+
+    async def _ask_to_measure(self, source: NodeId, targets: tuple[NodeId, ...]) -> None:
+        for attempt in range(2):
+            try:
+                await self._transport.call(source, LINKS_WANTED, encode(LinksWanted(targets)), CALL_SECONDS)
+            except MeshinferError as error:
+                log.debug("%s was not asked to measure: %s", source, error)
+                if attempt == 0 and source not in self._transport.peers():
+                    self._want_here((source,), trio.current_time())
+                    await trio.sleep(LOOK_SECONDS)
+            else:
+                return
+
+    async def _on_wanted(self, _caller: NodeId, payload: bytes) -> bytes:
+        targets = decode(LinksWanted, payload).targets
+        self._want_here((target for target in targets if target != self._own), trio.current_time())
+        return encode(Done())
+
+
+def _is_idle(card: NodeCard) -> bool:
+    """No runner of the node works: nothing of what it sends or computes would be disturbed, or disturb."""
+    return all(seat.sessions == 0 and seat.state not in {"loading", "linking"} for seat in card.seats)
+
+
+def _steady(said: float, value: float) -> float:
+    """`said`, unless `value` has left it by more than a fifth."""
+    return value if value and abs(value - said) > STEADY_SHARE * said else said

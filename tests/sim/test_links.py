@@ -1,0 +1,404 @@
+"""Whole meshes measure their links: soon, in both directions, over the better address, on a budget. Virtual time."""
+
+from __future__ import annotations
+
+import logging
+import random
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from mesh_room import Room, room
+from trio.testing import MockClock
+
+from meshinfer.base.ids import NodeId
+from meshinfer.config import PROBE_BYTES_PER_HOUR
+from meshinfer.mesh.link_plan import BURSTS_SECONDS
+from meshinfer.mesh.link_probe import LinkProber
+from meshinfer.mesh.neighbours import wanted
+from meshinfer.mesh.own_card import OwnCard
+from meshinfer.testing.cards import node_card
+from meshinfer.testing.network import SimNetwork
+from meshinfer.testing.phantoms import Phantom, asymmetric_uplinks, forty_sites
+from meshinfer.testing.probes import SimProbes, Truth
+from meshinfer.topology.card import SeatReport
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.link import Link
+from meshinfer.topology.speed import LinkSpeed
+from meshinfer.transport.probe_channel import LATENCY_BYTES, MAX_BURST_BYTES
+
+FAST = LinkSpeed(0.1e-3, 110e6, 40e-6)
+SLOW = LinkSpeed(2e-3, 5e6, 40e-6)
+A, B = NodeId("n00"), NodeId("n01")
+
+
+def play(
+    truth: Truth,
+    tale: Callable[[Room, SimProbes], Awaitable[None]],
+    network: SimNetwork | None = None,
+    own_host: Callable[[NodeId, str], str] | None = None,
+) -> None:
+    """Run `tale` in a fresh room whose links are what `truth` says."""
+    network = network or SimNetwork(random.Random(1))
+    probes = SimProbes(truth, network.rng, own_host=own_host or (lambda node, _host: host_of(network, node)))
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as home:
+            async with room(Path(home), network, probes) as stage:
+                await tale(stage, probes)
+        assert network.failures == []
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def host_of(network: SimNetwork, node: NodeId) -> str:
+    running = network.running(node)
+    return running.addresses()[0].rpartition(":")[0] if running else ""
+
+
+def link(topology: Topology, source: NodeId, target: NodeId) -> Link | None:
+    return topology.link_between.get((source, target))
+
+
+def is_measured(stage: Room, *, bandwidth: bool) -> bool:
+    """Every pair, each way, as every node sees it."""
+    nodes = set(stage.meshes)
+    return all(
+        (found := link(mesh.topology(), one, other)) is not None
+        and found.channel_rtt_seconds > 0
+        and (not bandwidth or found.bandwidth_bytes_per_second > 0)
+        for mesh in stage.meshes.values()
+        for one in nodes
+        for other in nodes - {one}
+    )
+
+
+def near(value: float, truth: float, share: float = 0.35) -> bool:
+    """Within noise and steadiness."""
+    return (1 - share) * truth <= value <= (1 + share) * truth
+
+
+@settings(
+    max_examples=5,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # a seed does not shrink
+)
+@given(st.integers(0, 2**32))
+def test_each_direction_is_measured_soon_and_everybody_sees_it(seed: int) -> None:
+    phantom = asymmetric_uplinks(random.Random(seed))
+    names = dict(zip((f"n{index:02}" for index in range(6)), sorted(phantom.by_id), strict=True))
+
+    def truth(source: NodeId, target: NodeId, host: str) -> LinkSpeed | None:
+        del host
+        return phantom.link(names[source], names[target])
+
+    async def tale(stage: Room, _probes: SimProbes) -> None:
+        nodes = await stage.gather(6)
+        await stage.wait(lambda: is_measured(stage, bandwidth=False), 5)
+        await stage.wait(lambda: is_measured(stage, bandwidth=True), 60)
+        topology = stage.meshes[A].topology()
+        for one in nodes:
+            for other in nodes - {one}:
+                found, real = link(topology, one, other), truth(one, other, "")
+                assert found is not None
+                assert real is not None
+                assert near(found.bandwidth_bytes_per_second, real.bandwidth_bytes_per_second)
+                assert near(found.message_seconds, real.message_seconds)
+                assert found.speed is not None
+
+    play(truth, tale, SimNetwork(random.Random(seed)))
+
+
+# --- addresses ------------------------------------------------------------------------------------------
+
+WIFI = {A: "10.9.0.1", B: "10.9.0.2"}
+CABLE = {A: "10.8.0.1", B: "10.8.0.2"}
+
+
+class Cabling:
+    """Two nodes on one Wi-Fi; a cable between them may be plugged in."""
+
+    def __init__(self) -> None:
+        self.plugged = False
+        self.wifi = SLOW
+
+    def truth(self, source: NodeId, target: NodeId, host: str) -> LinkSpeed | None:
+        del source, target
+        if host in WIFI.values():
+            return self.wifi
+        return FAST if self.plugged and host in CABLE.values() else None
+
+    def own_host(self, node: NodeId, host: str) -> str:
+        return (CABLE if host in CABLE.values() else WIFI)[node]
+
+    async def both(self, stage: Room) -> None:
+        await stage.start("n00", addresses=(f"{WIFI[A]}:7000", f"{CABLE[A]}:7000"))
+        await stage.start("n01", addresses=(f"{WIFI[B]}:7000", f"{CABLE[B]}:7000"))
+        await stage.wait(lambda: stage.all_see({A, B}), 5)
+
+
+def test_both_ends_move_to_the_cable_when_it_is_plugged_in_and_back_when_it_is_pulled() -> None:
+    cabling = Cabling()
+
+    async def tale(stage: Room, _probes: SimProbes) -> None:
+        def agree(hosts: dict[NodeId, str]) -> bool:
+            return stage.meshes[A].best_host(B) == hosts[B] and stage.meshes[B].best_host(A) == hosts[A]
+
+        await cabling.both(stage)
+        await stage.wait(lambda: agree(WIFI), 10)
+        cabling.plugged = True
+        await stage.wait(lambda: agree(CABLE), 60)
+        for one, other in ((A, B), (B, A)):
+            await stage.wait(
+                lambda one=one, other=other: near(
+                    link(stage.meshes[one].topology(), one, other).bandwidth_bytes_per_second,  # pyright: ignore
+                    FAST.bandwidth_bytes_per_second,
+                ),
+                60,
+            )
+        cabling.plugged = False
+        await stage.wait(lambda: agree(WIFI), 300)
+
+    play(cabling.truth, tale, own_host=cabling.own_host)
+
+
+def test_a_link_that_gets_much_worse_is_told_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    cabling = Cabling()
+
+    async def tale(stage: Room, _probes: SimProbes) -> None:
+        await cabling.both(stage)
+        await stage.wait(lambda: is_measured(stage, bandwidth=True), 60)
+        cabling.wifi = LinkSpeed(2e-3, 1e6, 40e-6)
+        await stage.wait(lambda: stage.meshes[B].topology().link_between[A, B].degraded, 3 * BURSTS_SECONDS)
+        shown = stage.meshes[A].topology().to_json()["nodes"]
+        assert shown[A]["links"][B]["degraded"]
+        await trio.sleep(600)
+
+    with caplog.at_level(logging.WARNING):
+        play(cabling.truth, tale, own_host=cabling.own_host)
+    told = [record for record in caplog.records if "worse than half" in record.getMessage()]
+    assert len(told) == 2  # once by each end, of its own direction
+
+
+def test_an_address_that_no_card_confirms_is_not_dialled() -> None:
+    cabling = Cabling()
+
+    async def tale(stage: Room, _probes: SimProbes) -> None:
+        await cabling.both(stage)
+        await stage.wait(lambda: stage.meshes[A].best_host(B) == WIFI[B], 10)
+        await trio.sleep(5)
+        # What the decider says of itself is the far side of a translation: the connection's address is used.
+        assert stage.meshes[B].best_host(A) == stage.transports[B].peer_host(A)
+
+    play(cabling.truth, tale, own_host=lambda _node, _host: "203.0.113.9")
+
+
+def test_the_other_end_tries_where_the_decider_finds_no_way() -> None:
+    def truth(source: NodeId, target: NodeId, host: str) -> LinkSpeed | None:
+        del source, target
+        return None if host == "10.0.0.2" else SLOW  # n01 lets nobody in
+
+    async def tale(stage: Room, _probes: SimProbes) -> None:
+        await stage.gather(2)
+        await stage.wait(lambda: is_measured(stage, bandwidth=True), 60)
+
+    play(truth, tale)
+
+
+# --- not in the way ------------------------------------------------------------------------------------
+
+
+def uniform(speed: LinkSpeed) -> Truth:
+    return lambda _source, _target, _host: speed
+
+
+def test_no_bursts_while_a_runner_works_at_either_end() -> None:
+    async def tale(stage: Room, probes: SimProbes) -> None:
+        await stage.start("n00")
+        busy = SeatReport("i" * 16, 1, "p" * 32, 0, "ready", sessions=1)
+        stage.cards[A].update(seats=(busy,))
+        await stage.start("n01")
+        await stage.start("n02")
+        await stage.wait(lambda: is_measured(stage, bandwidth=False), 10)
+        await trio.sleep(60)
+        for one, other in ((A, B), (B, A)):
+            found = link(stage.meshes[B].topology(), one, other)
+            assert found is not None
+            assert found.bandwidth_bytes_per_second == 0
+        free = link(stage.meshes[B].topology(), B, NodeId("n02"))
+        assert free is not None
+        assert free.bandwidth_bytes_per_second > 0
+        stage.cards[A].update(seats=())
+        await stage.wait(lambda: is_measured(stage, bandwidth=True), 60)
+        del probes
+
+    play(uniform(FAST), tale)
+
+
+def test_real_frames_are_believed_first_and_need_no_bursts() -> None:
+    async def tale(stage: Room, probes: SimProbes) -> None:
+        await stage.gather(2)
+        await stage.wait(lambda: is_measured(stage, bandwidth=True), 60)
+        spent = probes.doors[A].spent_bytes
+        for _ in range(900):  # a quarter of an hour of a runner in B that receives from A at 30 MB/s
+            stage.meshes[B].frame_arrived(A, 1_500_000, 0.05)
+            await trio.sleep(1)
+        for mesh in stage.meshes.values():
+            found = link(mesh.topology(), A, B)
+            assert found is not None
+            assert near(found.bandwidth_bytes_per_second, 30e6)
+        round_trips = LATENCY_BYTES * (900 / 120 + 10)
+        assert probes.doors[A].spent_bytes - spent < round_trips
+
+    play(uniform(FAST), tale)
+
+
+def test_frames_of_strangers_are_nobodys() -> None:
+    async def tale(stage: Room, _probes: SimProbes) -> None:
+        await stage.gather(2)
+        stage.meshes[A].frame_arrived(NodeId("nobody"), 1_000_000, 0.1)
+        stage.meshes[A].frame_arrived(B, 1_000_000, 0.0)
+        assert stage.meshes[A].best_host(NodeId("nobody")) is None
+
+    play(uniform(FAST), tale)
+
+
+@dataclass
+class Probers:
+    """Probers alone, without meshes around them: hours of pings would take minutes."""
+
+    network: SimNetwork
+    probes: SimProbes
+    probers: dict[NodeId, LinkProber]
+
+    def spent(self) -> dict[NodeId, int]:
+        return {node: door.spent_bytes for node, door in self.probes.doors.items()}
+
+
+@asynccontextmanager
+async def probers_alone(network: SimNetwork, count: int, home: Path) -> AsyncIterator[Probers]:
+    """`count` nodes on fast links, each connected to those that it wants."""
+    probes = SimProbes(uniform(FAST), network.rng, own_host=lambda node, _host: host_of(network, node))
+    transports = [network.add(f"n{index:02}") for index in range(count)]
+    cards = [node_card(one.node_id, addresses=one.addresses()) for one in transports]
+    topology = Topology.of(cards, ())
+    made: dict[NodeId, LinkProber] = {}
+    async with trio.open_nursery() as nursery:
+        for transport in transports:
+            await nursery.start(transport.run)
+        where = {one.node_id: one.addresses()[0] for one in transports}
+        for transport, card in zip(transports, cards, strict=True):
+            for other in wanted(transport.node_id, where.keys(), (), ()).neighbours:
+                await transport.dial(where[other], None, 1)
+            made[transport.node_id] = LinkProber(
+                transport,
+                probes.of(transport.node_id),
+                OwnCard(card, home),
+                topology=lambda: topology,
+                members=transport.peers,
+                ping_seconds=lambda _node: 0.0,
+                dial=lambda _node: None,
+                on_change=lambda: None,
+                bytes_per_hour=PROBE_BYTES_PER_HOUR,
+                rng=network.rng,
+            )
+        for prober in made.values():
+            nursery.start_soon(prober.run)
+        yield Probers(network, probes, made)
+        nursery.cancel_scope.cancel()
+
+
+async def spent_per_node(network: SimNetwork, count: int, seconds: float, home: Path) -> float:
+    async with probers_alone(network, count, home) as room_of:
+        await trio.sleep(seconds)
+        return sum(room_of.spent().values()) / count
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_hours_of_probing_stay_on_the_budget(count: int, tmp_path: Path) -> None:
+    hourly: list[int] = []
+
+    async def main() -> None:
+        async with probers_alone(SimNetwork(random.Random(3)), count, tmp_path) as room_of:
+            for _ in range(2):
+                before = room_of.spent()
+                await trio.sleep(3600)
+                hourly.extend(spent - before[node] for node, spent in room_of.spent().items())
+            assert all(prober.statistics().measured == count - 1 for prober in room_of.probers.values())
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    # One probe's bursts may be under way when an hour ends.
+    assert max(hourly) <= PROBE_BYTES_PER_HOUR + 2 * MAX_BURST_BYTES
+    assert min(hourly) > 0
+
+
+# --- large meshes ----------------------------------------------------------------------------------------
+
+
+def large(count: int) -> tuple[Phantom, dict[NodeId, NodeId], Truth, SimNetwork]:
+    phantom = forty_sites(random.Random(11), count)
+    names = dict(zip((NodeId(f"n{index:02}") for index in range(count)), sorted(phantom.by_id), strict=True))
+
+    def truth(source: NodeId, target: NodeId, host: str) -> LinkSpeed | None:
+        del host
+        return phantom.link(names[source], names[target])
+
+    network = SimNetwork(random.Random(12))
+    for one, real in names.items():
+        for other, there in names.items():
+            if one != other:
+                network.set_latency(one, other, phantom.link(real, there).latency_seconds)
+    return phantom, names, truth, network
+
+
+def test_far_pairs_are_estimated_and_measured_when_a_plan_wants_them() -> None:
+    phantom, names, truth, network = large(24)
+    found_errors: list[float] = []
+
+    async def tale(stage: Room, _probes: SimProbes) -> None:
+        nodes = sorted(await stage.gather(24))
+        await trio.sleep(40)
+        mesh = stage.meshes[nodes[0]]
+        topology = mesh.topology()
+        far = [
+            (one, other)
+            for one in nodes
+            for other in nodes
+            if one != other and not {(one, other), (other, one)} & topology.link_between.keys()
+        ]
+        assert len(far) > 100
+        for one, other in far:
+            estimate = topology.link_or_estimate(one, other)
+            assert estimate is not None
+            assert estimate.estimated
+            way, back = phantom.link(names[one], names[other]), phantom.link(names[other], names[one])
+            real = way.latency_seconds + back.latency_seconds
+            found_errors.append(abs(estimate.rtt_seconds - real) / real)
+        pairs = [pair for pair in far if nodes[0] not in pair][:2] + [pair for pair in far if pair[0] == nodes[0]][:2]
+        mesh.want_links(pairs)
+        await stage.wait(lambda: all(link(mesh.topology(), *pair) is not None for pair in pairs), 20)
+        for pair in pairs:
+            found = link(mesh.topology(), *pair)
+            assert found is not None
+            assert not found.estimated
+        await stage.wait(lambda: all(mesh.topology().link_between[pair].channel_rtt_seconds for pair in pairs), 20)
+
+    play(truth, tale, network)
+    found_errors.sort()
+    assert found_errors[len(found_errors) // 2] < 0.35, found_errors[len(found_errors) // 2]
+
+
+def test_the_cost_of_a_node_does_not_grow_with_the_mesh(tmp_path: Path) -> None:
+    spent: dict[int, float] = {}
+    for count in (20, 60):
+        network = SimNetwork(random.Random(3))
+        spent[count] = trio.run(spent_per_node, network, count, 120.0, tmp_path, clock=MockClock(autojump_threshold=0))
+    assert spent[60] < 1.3 * spent[20]
