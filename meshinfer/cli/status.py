@@ -90,11 +90,21 @@ def links_table(nodes: dict[str, Any]) -> Table:
 
 
 def round_trip(link: Any) -> str:
-    """`latency_us` is one way: half the measured round trip."""
+    """A link in a few characters: `~0.8 ms, 2.4 Gbit/s, 5% lost`; `~` where it is estimated and not measured.
+
+    What activations see, where that was measured; else the agents' own round trip, which `latency_us` is half of.
+    """
     if link is None:
         return "?"
-    lost = f" ({link['loss']:.0%} lost)" if link.get("loss") else ""
-    return format_seconds(link["latency_us"] * 2e-6) + lost
+    seconds = (link.get("channel_rtt_us") or link["latency_us"] * 2) * 1e-6
+    parts = [("~" if link.get("estimated") else "") + format_seconds(seconds)]
+    if link.get("bandwidth_gbps"):
+        parts.append(f"{link['bandwidth_gbps']:.3g} Gbit/s")
+    if link.get("loss"):
+        parts.append(f"{link['loss']:.0%} lost")
+    if link.get("degraded"):
+        parts.append("degraded")
+    return ", ".join(parts)
 
 
 def layers_of(instance: Any, nodes: dict[str, Any]) -> RenderableType:

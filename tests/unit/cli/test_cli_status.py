@@ -92,6 +92,13 @@ def test_a_name_is_a_name_and_no_markup():
 
 def test_an_unmeasured_link_is_not_a_fast_one():
     assert round_trip(None) == "?"
+    assert round_trip({"latency_us": 400.0, "estimated": True}).startswith("~")
+
+
+def test_a_link_is_told_as_activations_see_it_with_its_troubles():
+    link = {"latency_us": 20000.0, "channel_rtt_us": 210.0, "bandwidth_gbps": 9.125, "loss": 0.05, "degraded": True}
+
+    assert round_trip(link) == "210 µs, 9.12 Gbit/s, 5% lost, degraded"
 
 
 def test_seats_are_counted_per_node():
