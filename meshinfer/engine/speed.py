@@ -53,6 +53,8 @@ CHUNK_TOKENS = 256
 """Of the prefill run; 512, the usual chunk, has 3 % more FLOP/s and takes twice the time (measured, float32, CPU)."""
 FIRST_CHUNK_TOKENS = 32
 CHUNK_LAYERS = 2
+LEAST_CHUNK_RUNS = 3
+"""Of a prefill run, if its time is to allow a longer chunk."""
 CONTEXT_TOKENS = 4096
 """Of the run with a context: enough that reading it takes a time that can be told from the weights'."""
 _SEEN_SHARE = 0.05
@@ -149,12 +151,11 @@ class _Probe:
         stage = _stage(self._packing, self._shape, CHUNK_LAYERS, self._dtype, self._platform)
         begin, tokens = self._now(), FIRST_CHUNK_TOKENS
         seconds = _timed(partial(stage.prefill, tokens), self._timer)
-        while tokens < CHUNK_TOKENS and (self._now() - begin) * 6 < allowed_seconds:
-            tokens *= 2
-            seconds = _timed(partial(stage.prefill, tokens), self._timer)
-        left = allowed_seconds - (self._now() - begin)
-        if left > 0:
-            seconds = self._repeat(partial(stage.prefill, tokens), left).median
+        # Twice the tokens take less than twice the time. Some runs must fit; a wall's clock would count what others
+        # do meanwhile, and a short chunk has half the rate of a long one.
+        while tokens < CHUNK_TOKENS and seconds * 2 * LEAST_CHUNK_RUNS <= allowed_seconds:
+            tokens, seconds = 2 * tokens, 2 * seconds
+        seconds = self._repeat(partial(stage.prefill, tokens), allowed_seconds - (self._now() - begin)).median
         layer = max(seconds / CHUNK_LAYERS - layer_overhead, _SLOWEST_SHARE * seconds / CHUNK_LAYERS)
         # Two per weight, and four per pair of positions and element of a head: half the chunk is their mean context.
         attention = 4 * self._shape.hidden * tokens / 2

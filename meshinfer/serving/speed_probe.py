@@ -69,6 +69,8 @@ class ProbePorts:
     """Blocks for a moment: called in a thread."""
     ask: Callable[[ProbeQuestion], Awaitable[SpeedReport]]
     """Runs a probe; cancelling it ends the process before it returns. Raises MeshinferError."""
+    slowdown: Callable[[], float]
+    """By what else this machine does now, as planners reckon with it beside the speeds: at least 1."""
     computes_float32: bool
     in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = trio.to_thread.run_sync
     """How what blocks is done; in simulations at once, since a clock that jumps does not wait for threads."""
@@ -135,7 +137,7 @@ class SpeedProbe:
 
     def _calibrate(self, book: SpeedBook) -> None:
         """Hold what runners say against what the probe's numbers predict."""
-        running = self._ports.running()
+        running, slowdown = self._ports.running(), self._ports.slowdown()
         self._steps = {key: steps for key, steps in self._steps.items() if key in running}
         for key, (heartbeat, placement, card) in running.items():
             before = self._steps.get(key, 0)
@@ -143,7 +145,8 @@ class SpeedProbe:
             # With one session it is clear what a step was; with several its batch is only roughly known.
             if card is None or heartbeat.sessions != 1 or heartbeat.steps <= before:
                 continue
-            predicted = self._predicted_seconds(book, card, placement, key.seat_index, heartbeat)
+            # What comes from the load on the card is no matter of the speeds: it would count twice.
+            predicted = slowdown * self._predicted_seconds(book, card, placement, key.seat_index, heartbeat)
             kind = engine_kind(card.weight_kind, self._ports.computes_float32)
             steps = heartbeat.steps - before
             self._calibration.observe(kind, predicted, heartbeat.step_seconds, steps, trio.current_time())
@@ -257,6 +260,8 @@ def node_probe(ports: Ports, seats: SeatService, store: ModelStore, update_card:
             running=running,
             fingerprint=partial(machine_fingerprint, card().accelerator),
             ask=ask_process,
+            # Processes per core share a CPU; a GPU is not asked for its queue.
+            slowdown=lambda: max(1.0, card().load) if wide else 1.0,
             computes_float32=wide,
         ),
         seats.give_way,

@@ -49,6 +49,7 @@ class Node:
         self.memory: MemoryTrial | None = None
         self.card: tuple[KindSpeed, ...] = ()
         self.usable: list[int] = []
+        self.slowdown = 1.0
         self.give_way = GiveWay()
 
     async def ask(self, question: ProbeQuestion) -> SpeedReport:
@@ -80,6 +81,7 @@ class Node:
             running=lambda: self.running,
             fingerprint=lambda: self.fingerprint,
             ask=self.ask,
+            slowdown=lambda: self.slowdown,
             computes_float32=False,
             in_thread=at_once,
         )
@@ -267,6 +269,12 @@ async def test_real_runs_refine_the_card(node: Node, autojump_clock) -> None:
 
 async def test_runs_as_predicted_are_no_news(node: Node, autojump_clock) -> None:
     await run_for(node, 60, 1.02 * step_seconds(CARD, 0, 8, SPEED, SPEED, False, 0))
+    assert node.card == (KindSpeed("q4g64", SPEED),)
+
+
+async def test_what_the_load_explains_is_not_the_machine_s_fault(node: Node, autojump_clock) -> None:
+    node.slowdown = 3.0
+    await run_for(node, 60, 3 * step_seconds(CARD, 0, 8, SPEED, SPEED, False, 0))
     assert node.card == (KindSpeed("q4g64", SPEED),)
 
 
