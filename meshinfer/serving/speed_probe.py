@@ -145,8 +145,10 @@ class SpeedProbe:
             # With one session it is clear what a step was; with several its batch is only roughly known.
             if card is None or heartbeat.sessions != 1 or heartbeat.steps <= before:
                 continue
-            # What comes from the load on the card is no matter of the speeds: it would count twice.
-            predicted = slowdown * self._predicted_seconds(book, card, placement, key.seat_index, heartbeat)
+            alone = self._predicted_seconds(book, card, placement, key.seat_index, heartbeat)
+            # A step between that and what the load would make of it is explained by the load, which is on the card as
+            # well and would count twice. Nearer than that it cannot be told: a run queue is no measure of shares.
+            predicted = min(max(heartbeat.step_seconds, alone), alone * slowdown)
             kind = engine_kind(card.weight_kind, self._ports.computes_float32)
             steps = heartbeat.steps - before
             self._calibration.observe(kind, predicted, heartbeat.step_seconds, steps, trio.current_time())
