@@ -120,6 +120,8 @@ class _Edge:
     """What is known of the way to one neighbour."""
 
     since: float
+    where: tuple[tuple[str, ...], str | None, tuple[str, ...]] = ((), None, ())
+    """The other end's addresses, the connection's host, this end's addresses: what `paths` were made of."""
     paths: dict[str, Path] = field(default_factory=dict[str, Path])
     """By the other end's host: those that this end tries. The other end's decisions are in `told`."""
     chosen: str | None = None
@@ -187,6 +189,8 @@ class LinkProber:
         self._ended = trio.Event()
         """A probe has ended: what it found is announced, and the next one started, at once."""
         self._coordinates = Coordinates(rng)
+        self._place_at = 0.0
+        """When the coordinate is next worked out; not with every probe that ends."""
         self._coordinate_told_at = float("-inf")
         self._wanted: OrderedDict[NodeId, float] = OrderedDict()
         """Far nodes that were asked for, and when; oldest first."""
@@ -265,10 +269,15 @@ class LinkProber:
         self._coordinates.forget(self._wanted.keys() - members)
         topology = self._topology()
         connected = self._transport.peers()
+        own_addresses = self._transport.addresses()
         for peer in sorted(members & connected):
             edge = self._edges.setdefault(peer, _Edge(now))
             if self._decides(peer, edge, now):
-                self._find_paths(peer, edge, topology.by_id.get(peer))
+                card = topology.by_id.get(peer)
+                where = (card.addresses if card else (), self._transport.peer_host(peer), own_addresses)
+                if where != edge.where:
+                    edge.where = where
+                    _find_paths(edge)
         # What was never measured comes first, so that a budget that does not reach for all is not used up by some.
         # Round trips of all come before bursts of any; a node that does not even answer calls holds up nobody.
         able = [edge for peer, edge in self._edges.items() if peer in connected and now >= edge.not_before]
@@ -283,14 +292,6 @@ class LinkProber:
 
     def _decides(self, peer: NodeId, edge: _Edge, now: float) -> bool:
         return self._own < peer or (edge.told_at is None and now - edge.since >= FALLBACK_SECONDS)
-
-    def _find_paths(self, peer: NodeId, edge: _Edge, card: NodeCard | None) -> None:
-        addresses = card.addresses if card else ()
-        hosts = candidate_hosts(addresses, self._transport.peer_host(peer), self._transport.addresses())
-        if list(edge.paths) != hosts:
-            edge.paths = {host: edge.paths.get(host) or Path() for host in hosts}
-            if edge.chosen not in edge.paths:
-                edge.chosen = None
 
     def _start(
         self, nursery: trio.Nursery, peer: NodeId, edge: _Edge, card: NodeCard | None, now: float, *, all_tried: bool
@@ -354,6 +355,9 @@ class LinkProber:
             if self._own_card.card.coordinate is not None and len(topology.nodes) < COORDINATES_FROM_NODES // 2:
                 self._own_card.update(coordinate=None)
             return
+        if now < self._place_at:
+            return
+        self._place_at = now + LOOK_SECONDS
         for peer, edge in self._edges.items():
             card = topology.by_id.get(peer)
             rtt_seconds = edge.current.rtt.value or self._ping_seconds(peer)
@@ -534,6 +538,14 @@ class LinkProber:
         targets = decode(LinksWanted, payload).targets
         self._want_here((target for target in targets if target != self._own), trio.current_time())
         return encode(Done())
+
+
+def _find_paths(edge: _Edge) -> None:
+    """An address has come or gone at either end; what is known of the others stays."""
+    hosts = candidate_hosts(*edge.where)
+    edge.paths = {host: edge.paths.get(host) or Path() for host in hosts}
+    if edge.chosen not in edge.paths:
+        edge.chosen = None
 
 
 def _is_idle(card: NodeCard) -> bool:

@@ -308,9 +308,9 @@ class _Dialler:
             if half_seconds >= long_enough or size == MAX_BURST_BYTES:
                 break
             growth = 1.2 * long_enough / half_seconds if half_seconds > 0 else MAX_GROWTH
-            wanted = int(size * min(MAX_GROWTH, max(2.0, growth)))
+            wanted = 4 * int(size / 4 * min(MAX_GROWTH, max(2.0, growth)))  # an array of whole numbers
             # What is left of the allowance serves too, if it is a larger burst than this one.
-            size = min(wanted, MAX_BURST_BYTES, max(allowed_bytes, 2 * size))
+            size = min(wanted, MAX_BURST_BYTES, max(4 * (allowed_bytes // 4), 2 * size))
         return rate
 
     def _send_burst(self, size: int) -> tuple[int, float]:
@@ -358,7 +358,7 @@ def _answer(wire: _Wire, allowed_bytes: int, count: Callable[[int], None]) -> No
 
 
 def _frame(size: int) -> Frame:
-    """A frame like a step's, with an array of `size` bytes."""
+    """A frame like a step's, with an array of `size` bytes, a multiple of 4."""
     words = size // 4
     blocks = -(-4 * words // _BLOCK_BYTES)
     data = memoryview(os.urandom(min(4 * words, _BLOCK_BYTES)) * blocks)[: 4 * words]
