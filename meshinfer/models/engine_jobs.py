@@ -91,7 +91,7 @@ def _run(arguments: list[str], size_bytes: int, what: str, watch: Watch) -> byte
             return line
         raise _reported(line) or MeshinferError(
             f"the engine ended with code {code} while {what}: {_last_words(complaints)}",
-            do="`meshinfer doctor` checks the engine",
+            do="`python -m meshinfer.runner accelerator` shows what the engine says of this machine",
         )
 
 
