@@ -35,6 +35,7 @@ from meshinfer.serving.view import Instance
 from meshinfer.testing.cards import MODEL_ID, model_card, node_card
 from meshinfer.testing.engine import FakeFabric, FakeSpeed
 from meshinfer.testing.network import SimNetwork, SimTransport
+from meshinfer.testing.probes import SimProbes, Truth
 from meshinfer.topology.card import HeldModel, SeatReport
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.messages import ModelFile, ModelInfo
@@ -84,9 +85,14 @@ class Cluster:
         memory_bytes: int = 48 * MIB,
         model: ModelCard | None = None,
         speed: FakeSpeed | None = None,
+        truth: Truth | None = None,
     ) -> None:
-        """Nodes have `memory_bytes` each; by default `model` (64 MiB in 8 layers) needs two of them."""
+        """Nodes have `memory_bytes` each; by default `model` (64 MiB in 8 layers) needs two of them.
+
+        With `truth` about links they are probed, too.
+        """
         self.network = SimNetwork(rng)
+        self.probes = SimProbes(truth, rng) if truth else None
         self.fabric = FakeFabric(self.network, speed)
         self.model = model or model_card(layer_bytes=(8 * MIB,) * 8)
         self.nodes: list[SimNode] = []
@@ -125,7 +131,8 @@ class Cluster:
             models=(held,),
         )
         own_card = OwnCard(card, home)
-        mesh = Mesh(transport, own_card, MeshSettings(home, "sim", seeds, discovery=False), self._rng)
+        probes = self.probes.of(transport.node_id) if self.probes else None
+        mesh = Mesh(transport, own_card, MeshSettings(home, "sim", seeds, discovery=False), self._rng, probes=probes)
         node = SimNode(name, transport, mesh, self._serving(transport, mesh, own_card, home), home)
         self.nodes.append(node)
         await self._nursery.start(self._run, node)
@@ -245,5 +252,7 @@ class Cluster:
             start_runner=self.fabric.start_runner(transport.node_id),
             open_channel=self.fabric.open_channel(transport.node_id),
             origin_certificate_der=b"origin",
+            best_host=mesh.best_host,
+            frame_arrived=mesh.frame_arrived,
         )
         return Serving.of(ports)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import random
 import socket
 import ssl
@@ -19,10 +20,16 @@ from meshinfer.base.ids import NodeId
 from meshinfer.base.units import MIB
 from meshinfer.mesh.mesh import Mesh, MeshSettings
 from meshinfer.mesh.own_card import OwnCard
+from meshinfer.pipeline.channel import Channel
 from meshinfer.testing.cards import node_card
 from meshinfer.transport import probe_channel
+from meshinfer.transport.arrivals import Arrival
 from meshinfer.transport.certificates import client_context, make_certificate
 from meshinfer.transport.probe_channel import BULK_BYTES, LATENCY_BYTES, ProbeDoor
+from meshinfer.transport.tls import WELCOME, Listener, SecureSocket, dial
+from meshinfer.wire.frames import Frame, FrameKind, Tensor, TensorSpec
+from meshinfer.wire.messages import ChannelOffer
+from meshinfer.wire.runner_control import ExpectChannel
 
 HOST = "127.0.0.1"
 PEER = NodeId("peer")
@@ -191,3 +198,42 @@ async def test_two_agents_measure_their_link_both_ways(nodes: Nodes, tmp_path: P
             assert link["bandwidth_gbps"] > 0
             assert link["channel_rtt_us"] > 0
         nursery.cancel_scope.cancel()
+
+
+# --- real frames ---------------------------------------------------------------------------------------
+
+
+def test_a_runners_channel_times_the_large_frames_that_it_waited_for():
+    admitted: queue.Queue[SecureSocket] = queue.Queue()
+    arrivals: queue.Queue[Arrival] = queue.Queue()
+    frames: queue.Queue[Frame] = queue.Queue()
+    ours, theirs = make_certificate(), make_certificate()
+
+    def admit(_expected: ExpectChannel, secure: SecureSocket) -> None:
+        secure.send_all(WELCOME)
+        admitted.put(secure)
+
+    listener = Listener(HOST, theirs, admit)
+    listener.expect(ExpectChannel("activations", 0, ours.der, bytes(32), 30.0))
+    sender = Channel(
+        "activations", 1, "", dial(ChannelOffer((HOST,), listener.port, theirs.der, bytes(32)), ours, 5.0), dialled=True
+    )
+    receiver = Channel("activations", 0, "", admitted.get(timeout=20), dialled=False)
+    receiver.start(8 * MIB, frames.put, lambda _reason: None, arrivals.put)
+    sender.start(0, lambda _frame: None, lambda _reason: None)
+
+    def send(byte_count: int) -> None:
+        data = memoryview(bytes(byte_count))
+        sender.send(Frame(FrameKind.STEP, 0, 0, b"", (Tensor(TensorSpec("int32", (byte_count // 4,)), data),)))
+        assert frames.get(timeout=20).tensors[0].data.nbytes == byte_count
+
+    send(4096)
+    assert arrivals.empty()  # too small to say anything
+    while arrivals.empty():  # the reader waits before each frame, but may be late for one on a busy machine
+        send(MIB)
+    arrival = arrivals.get()
+    assert arrival.total_bytes > MIB
+    assert 0 < arrival.half_bytes <= arrival.total_bytes / 2
+    sender.end("done")
+    receiver.end("done")
+    listener.close()

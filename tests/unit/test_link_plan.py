@@ -141,7 +141,7 @@ def test_the_second_half_is_about_half(pieces):
     total = sum(count for count, _ in pieces)
     assert arrival.total_bytes == total
     assert 0 <= arrival.half_bytes <= total / 2
-    assert 0 <= arrival.half_seconds <= arrival.whole_seconds
+    assert 0 <= arrival.half_seconds <= arrival.whole_seconds * (1 + 1e-9)
     assert arrival.bytes_per_second >= 0
 
 
@@ -152,6 +152,16 @@ def test_a_token_buckets_savings_do_not_count():
         now += 1e-6 if index < 16 else 0.016  # 256 KiB at once, then 1 MiB/s
         arrivals.came(16 * 1024, now)
     assert 0.95e6 < arrivals.end().bytes_per_second < 1.1e6
+
+
+def test_a_reader_that_was_held_up_in_the_middle_is_not_believed_more_than_twice():
+    arrivals = Arrivals(0.0)
+    now = 1.0
+    for index in range(64):
+        now += 0.05 if index == 31 else 1e-6 if index > 31 else 0.002
+        arrivals.came(16 * 1024, now)
+    whole = 64 * 16 * 1024 / (now - 1.0)
+    assert arrivals.end().bytes_per_second < 2.5 * whole
 
 
 def test_a_reader_that_came_late_says_nothing():
