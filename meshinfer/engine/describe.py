@@ -6,6 +6,7 @@ Three things are asked of the lazily loaded model, none of them by name:
   layer is the embedding, the head, both (tied), or needed by every stage (embeddings fed to each layer);
 - what its caches hold after three tokens, lazily: their shapes tell what a token costs in each layer, and
   what a session costs however long it is.
+The modules of a layer then tell which of its weights a token visits: all, or some experts of many.
 Whether a tensor is packed or float, and how large, is what the model itself has after mlx-lm renamed,
 merged and quantised, so the card speaks of what will be resident.
 """
@@ -16,7 +17,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,20 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from meshinfer.base.errors import BadInput
 from meshinfer.base.ids import ModelId
 from meshinfer.engine.headers import TensorFile, read_model_files
 from meshinfer.engine.loader import names_by_layer, open_model, parameters_read_by, vocabulary_of
 from meshinfer.engine.stage import Stage
-from meshinfer.engine.structure import Structure, arrays_in, dtype_name
+from meshinfer.engine.structure import Structure, arrays_in, dtype_name, layers_of
 from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
 
 _READ_BYTES = 2**20
 _PROBE_TOKENS = 3
+_SCAN_FLOPS = 6
+"""Of a state-space scan, per element of its state and token: decay, input and output, each a product and a sum."""
 # State-space models have no limit of their own; a card needs a number.
 _UNBOUNDED_CONTEXT = 2**20
 
@@ -57,17 +61,19 @@ def describe_model(directory: Path, model_id: ModelId, file_digests: Mapping[str
     shares = _shares(model, structure)
     boundaries = [structure.carried_arrays[cut] for cut in structure.cut_points]
     text = _text_config(config)
+    hidden = _integer(text, "hidden_size", "n_embd", "d_model", "hidden_dim", "dim", "model_dim")
+    vocabulary = vocabulary_of(model, structure)
     return ModelCard(
         model_id=model_id,
         digest=digest_of(directory, files, file_digests or {}),
         model_type=str(config["model_type"]),
-        hidden_size=_integer(text, "hidden_size", "n_embd", "d_model", "hidden_dim", "dim", "model_dim"),
-        vocab_size=vocabulary_of(model, structure),
+        hidden_size=hidden,
+        vocab_size=vocabulary,
         max_context_tokens=_integer(
             text, "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx", "block_size"
         )
         or _UNBOUNDED_CONTEXT,
-        layers=_layer_cards(model, structure, shares.layers),
+        layers=_layer_cards(model, structure, shares.layers, text),
         cut_points=structure.cut_points,
         embedding=_bytes(shares.first),
         head=_bytes(shares.last),
@@ -83,6 +89,9 @@ def describe_model(directory: Path, model_id: ModelId, file_digests: Mapping[str
         weight_kind=_kind(model, itertools.chain(*shares.layers)),
         # Tied output weights are the embedding; else the head is by far the larger part of what only the last stage has.
         head_kind=_kind(model, shares.first if shares.tied or not shares.last else shares.last),
+        head_flops_per_token=2 * structure.logits_size * hidden,
+        embedding_row=_per(_bytes(shares.first), vocabulary),
+        tensor_degrees=tensor_degrees(model, text),
     )
 
 
@@ -186,28 +195,104 @@ class _CacheCost:
     tokens_limit: int = 0
     """0: none."""
     state: int = 0
+    widths: int = 0
+    """Of one head's key and value together."""
 
     def __add__(self, other: _CacheCost) -> _CacheCost:
         # A layer whose caches have different limits is held to none: too much rather than too little.
         limits = {cost.tokens_limit for cost in (self, other) if cost.per_token}
         limit = max(limits) if 0 not in limits and limits else 0
-        return _CacheCost(self.per_token + other.per_token, limit, self.state + other.state)
+        return _CacheCost(self.per_token + other.per_token, limit, self.state + other.state, self.widths + other.widths)
 
 
 def _layer_cards(
-    model: nn.Module, structure: Structure, weights: Iterable[tuple[mx.array, ...]]
+    model: nn.Module, structure: Structure, weights: Iterable[tuple[mx.array, ...]], text: Mapping[str, Any]
 ) -> tuple[LayerCard, ...]:
     cache: list[Any] = make_prompt_cache(model)
     model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=cache)
+    heads = _integer(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    # Latent attention (deepseek) scores against latent and rotary part, and sums up latents: the latent counts twice.
+    latent = _integer(text, "kv_lora_rank")
     charged: set[int] = set()
     cards: list[LayerCard] = []
-    for wiring, arrays in zip(structure.layers, weights, strict=True):
+    for wiring, layer, arrays in zip(structure.layers, layers_of(model), weights, strict=True):
         # A cache that several layers share is charged to the first; no cut falls between them.
         new = [index for index in wiring.cache_indices if index not in charged]
         charged.update(new)
         cost = sum((_cost(cache[index]) for index in new), start=_CacheCost())
-        cards.append(LayerCard(_bytes(arrays), cost.per_token, cost.tokens_limit, cost.state))
+        seen = sum((_cost(cache[index]) for index in wiring.cache_indices), start=_CacheCost())
+        work = _work(layer, _visited_experts(text))
+        cards.append(
+            LayerCard(
+                _bytes(arrays),
+                cost.per_token,
+                cost.tokens_limit,
+                cost.state,
+                flops_per_token=2 * work.visited_elements + _SCAN_FLOPS * seen.state,
+                attention_flops_per_pair=2 * heads * (seen.widths + latent) if seen.widths else 0,
+                experts=work.experts,
+                experts_per_token=work.experts_per_token,
+                expert=work.expert,
+            )
+        )
     return tuple(cards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A layer's weights, as a token meets them."""
+
+    visited_elements: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert: TensorBytes = field(default_factory=TensorBytes)
+
+
+def _work(layer: nn.Module, visited: int) -> _Work:
+    """Of one layer; `visited` experts per token, as the config has it, 0 where it does not say."""
+    elements = experts = chosen = 0
+    of_experts: list[mx.array] = []
+    for module in layer.modules():
+        if "weight" not in module or (weight := module["weight"]).ndim < 2:
+            continue  # norms and biases: a thousandth of the work
+        # A packed weight has as many elements as its scales have groups of them.
+        count = module["scales"].size * module.group_size if "scales" in module else weight.size
+        if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
+            experts = int(weight.shape[0])
+            # Where nothing says how many are visited, all are: too slow rather than too fast.
+            chosen = min(visited or experts, experts)
+            elements += count // experts * chosen
+            of_experts += [module[name] for name in ("weight", "scales", "biases", "bias") if name in module]
+        else:
+            elements += count
+    return _Work(elements, experts, chosen, _per(_bytes(of_experts), experts))
+
+
+def _per(whole: TensorBytes, parts: int) -> TensorBytes:
+    parts = max(1, parts)
+    return TensorBytes(whole.packed_bytes // parts, whole.float_elements // parts, whole.float_bytes // parts)
+
+
+def tensor_degrees(model: nn.Module, text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ranks into which mlx-lm can shard the model's layers: they divide heads, widths, and groups of packed weights."""
+    if not hasattr(model, "shard"):
+        return ()
+    heads = _integer(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    kv_heads = _integer(text, "num_key_value_heads") or heads
+    hidden = _integer(text, "hidden_size", "n_embd", "d_model")
+    widths = [
+        _integer(text, "intermediate_size", "ffn_hidden_size", "ffn_dim"),
+        _integer(text, "moe_intermediate_size", "expert_ffn_hidden_size"),
+        heads * (_integer(text, "v_head_dim", "head_dim") or hidden // max(1, heads)),
+    ]
+    group = max((module.group_size for module in model.modules() if "scales" in module), default=1)
+    return tuple(
+        ranks
+        for ranks in range(2, 65)
+        if heads
+        and heads % ranks == kv_heads % ranks == 0
+        and all(width % (ranks * group) == 0 for width in widths if width)
+    )
 
 
 def _cost(entry: Any) -> _CacheCost:
@@ -218,8 +303,11 @@ def _cost(entry: Any) -> _CacheCost:
     if hasattr(entry, "keys") and hasattr(entry, "values"):
         limit = getattr(entry, "max_size", None) or getattr(entry, "chunk_size", None) or 0
         # [batch, heads, tokens, width]; the token axis is allocated in blocks.
+        arrays = list(arrays_in([entry.keys, entry.values]))
         return _CacheCost(
-            sum(array.size // array.shape[2] for array in arrays_in([entry.keys, entry.values])), int(limit)
+            sum(array.size // array.shape[2] for array in arrays),
+            int(limit),
+            widths=sum(array.shape[3] for array in arrays),
         )
     raise BadInput(
         f"a cache of the kind {type(entry).__name__}",
@@ -246,6 +334,18 @@ def _visited_width(config: Mapping[str, Any]) -> int:
     """Width that one token has inside the widest MLP, over all experts that it visits; 0 if the config does not say."""
     dense = _integer(config, "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
     expert = _integer(config, "moe_intermediate_size", "expert_ffn_hidden_size") or dense
-    visited = _integer(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+    visited = _visited_experts(config)
     shared = _integer(config, "n_shared_experts", "num_shared_experts")
     return max(dense, expert * (visited + shared))
+
+
+def _visited_experts(config: Mapping[str, Any]) -> int:
+    return _integer(
+        config,
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+    )

@@ -12,8 +12,8 @@ except as a tensor group on links quick enough for two all-reduces per layer.
 | 1 | layer, decode | `layer_decode_seconds` |
 | 2 | stage, decode | `decode_time` |
 | 3 | hop | `hop_seconds` |
-| 4 | one stream | `Prediction.tpot_seconds` |
-| 5 | several streams | `tokens_per_second`, `micro_batches_to_fill` |
+| 4 | one stream | `Prediction.tpot_seconds`, `Prediction.request_seconds` |
+| 5 | several streams | `tokens_per_second`, `house_seconds`, `micro_batches_to_fill` |
 | 6 | prefill | `prefill_time`, `ttft_seconds` |
 | 7 | memory | `planning.memory` |
 | 8 | tensor group | `all_reduce_seconds`; a `Stage` of several ranks |
@@ -35,6 +35,9 @@ from meshinfer.topology.speed import LinkSpeed, NodeSpeed
 
 HYSTERESIS = 0.15
 """A running placement is replaced for a gain above this: measurements are good to about 10 %, so less may be noise."""
+IN_FLIGHT = 1
+"""Micro-batches that decode at once: this build's head starts a step when the last one is answered. So balance pays in
+prefill, whose chunks do overlap, and not in decode; a constant of the build, and of nothing else here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,10 @@ class Stage:
     """The slowest link of the group's ring; None for a single node."""
     shares: tuple[float, ...] = ()
     """Of each layer, per rank; equal if empty. They add up to 1."""
+    work: ModelWork | None = None
+    """Where its engine holds the weights in another float type than the model that goes with it says."""
+    heads: tuple[NodeSpeed, ...] = ()
+    """Per rank, for the output weights, where these are of another kind than the layers."""
 
     def share(self, rank: int) -> float:
         return self.shares[rank] if self.shares else 1 / len(self.ranks)
@@ -121,20 +128,51 @@ class Prediction:
     """What a placement would do."""
 
     ttft_seconds: float
-    compute_seconds: float
-    link_seconds: float
-    overhead_seconds: float
-    """The three parts of the time per output token of one stream."""
     tokens_per_second: float
-    """With the workload's concurrency."""
-    stage_seconds: tuple[float, ...]
+    """All the workload's sessions together, while they decode."""
+    house_seconds: float
+    """All the workload's sessions at once, prompts and answers."""
+    output_tokens: int
+    concurrency: int
+    stages: tuple[StageTime, ...]
     """Decode step of each stage, one stream."""
+    chunk_seconds: tuple[float, ...]
+    """Prefill chunk of each stage."""
     hop_seconds: tuple[float, ...]
     """Each hop of a decode step, the token's way back last."""
+    chunk_hop_seconds: tuple[float, ...]
+    """Each hop of a prefill chunk; the token's way back is not among them."""
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        return tuple(stage.seconds for stage in self.stages)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of one token of one stream; with the next two its whole time."""
+        return fsum(stage.compute_seconds for stage in self.stages)
+
+    @property
+    def link_seconds(self) -> float:
+        return fsum([*(stage.link_seconds for stage in self.stages), *self.hop_seconds])
+
+    @property
+    def overhead_seconds(self) -> float:
+        return fsum(stage.overhead_seconds for stage in self.stages)
 
     @property
     def tpot_seconds(self) -> float:
         return self.compute_seconds + self.link_seconds + self.overhead_seconds
+
+    @property
+    def request_seconds(self) -> float:
+        """A typical request alone, from its arrival to its last token."""
+        return self.ttft_seconds + (self.output_tokens - 1) * self.tpot_seconds
+
+    @property
+    def served_tokens_per_second(self) -> float:
+        """Output of all sessions together, reading the prompts included."""
+        return self.concurrency * self.output_tokens / self.house_seconds
 
 
 # --- 1, 2, 8: steps -----------------------------------------------------------------------------
@@ -159,42 +197,46 @@ def layer_prefill_seconds(layer: LayerWork, node: NodeSpeed, chunk: int, context
 
 def decode_time(model: ModelWork, stage: Stage, batch: int, context: float) -> StageTime:
     """One decode step of a stage; embedding lookup, head and sampling where they are."""
+    work = stage.work or model
     compute = fsum(
         max(
-            layer_decode_seconds(model.layers[index], node, batch, context, stage.share(rank))
+            layer_decode_seconds(work.layers[index], node, batch, context, stage.share(rank))
             for rank, node in enumerate(stage.ranks)
         )
         for index in range(stage.start, stage.end)
     )
     if stage.start == 0:
-        compute += batch * model.embedding_row_bytes / _slowest_stream(stage)
-    if stage.end == len(model.layers):
-        compute += head_seconds(model, stage, batch)
-    return StageTime(compute, _all_reduces(model, stage, batch), _overhead(stage))
+        compute += embedding_seconds(work, stage, batch)
+    if stage.end == len(work.layers):
+        compute += head_seconds(work, stage, batch)
+    return StageTime(compute, all_reduces_seconds(work, stage, batch), overhead_seconds(stage))
 
 
 def prefill_time(model: ModelWork, stage: Stage, chunk: int, context: float) -> StageTime:
-    """One prefill chunk of a stage. No head: only the prompt's last position is sampled."""
+    """One prefill chunk of a stage. No head: only the prompt's last position is sampled, in a step of its own."""
+    work = stage.work or model
     compute = fsum(
         max(
-            layer_prefill_seconds(model.layers[index], node, chunk, context, stage.share(rank))
+            layer_prefill_seconds(work.layers[index], node, chunk, context, stage.share(rank))
             for rank, node in enumerate(stage.ranks)
         )
         for index in range(stage.start, stage.end)
     )
     if stage.start == 0:
-        compute += chunk * model.embedding_row_bytes / _slowest_stream(stage)
-    return StageTime(compute, _all_reduces(model, stage, chunk), _overhead(stage))
+        compute += embedding_seconds(work, stage, chunk)
+    return StageTime(compute, all_reduces_seconds(work, stage, chunk), overhead_seconds(stage))
 
 
-def head_seconds(model: ModelWork, stage: Stage, batch: int) -> float:
-    """Output projection and sampling of one token per session."""
+def embedding_seconds(work: ModelWork, stage: Stage, tokens: int) -> float:
+    """Rows of the embedding; each rank looks them up for itself."""
+    return tokens * work.embedding_row_bytes / min(node.stream_bytes_per_second for node in stage.ranks)
+
+
+def head_seconds(work: ModelWork, stage: Stage, batch: int) -> float:
+    """Output projection and sampling of one token per session; mlx-lm shards layers only, so each rank does it all."""
     slowest = max(
-        stage.share(rank)
-        * max(
-            model.head_bytes / node.stream_bytes_per_second, batch * model.head_flops_per_token / node.flops_per_second
-        )
-        for rank, node in enumerate(stage.ranks)
+        max(work.head_bytes / node.stream_bytes_per_second, batch * work.head_flops_per_token / node.flops_per_second)
+        for node in stage.heads or stage.ranks
     )
     return slowest + batch * max(node.sampling_seconds for node in stage.ranks)
 
@@ -215,21 +257,18 @@ def tensor_latency_limit(step_seconds: float, layers: int, ranks: int) -> float:
     return step_seconds / (4 * layers * ranks)
 
 
-def _all_reduces(model: ModelWork, stage: Stage, tokens: int) -> float:
+def all_reduces_seconds(work: ModelWork, stage: Stage, tokens: int) -> float:
     """Two a layer: after the attention and after the MLP."""
     if len(stage.ranks) == 1:
         return 0.0
     assert stage.inner is not None, "a tensor group has links"
-    message = tokens * model.activation_bytes_per_token
+    message = tokens * work.activation_bytes_per_token
     return 2 * (stage.end - stage.start) * all_reduce_seconds(len(stage.ranks), message, stage.inner)
 
 
-def _overhead(stage: Stage) -> float:
+def overhead_seconds(stage: Stage) -> float:
+    """Of a step, whatever its size."""
     return max(node.step_overhead_seconds for node in stage.ranks)
-
-
-def _slowest_stream(stage: Stage) -> float:
-    return min(node.stream_bytes_per_second for node in stage.ranks)
 
 
 # --- 3, 4, 5, 6: hops, streams, prompts ---------------------------------------------------------
@@ -244,12 +283,23 @@ TOKEN_BYTES = 64.0
 """A sampled token on its way back: a record of a few dozen bytes."""
 
 
-def decode_hops(model: ModelWork, hops: Sequence[LinkSpeed], batch: int) -> tuple[float, ...]:
+def decode_hops(model: ModelWork, stages: Sequence[Stage], hops: Sequence[LinkSpeed], batch: int) -> tuple[float, ...]:
     """Each hop of a decode step; the last of `hops` is the token's way back."""
     if not hops:
         return ()
-    message = batch * model.activation_bytes_per_token
-    return (*(hop_seconds(link, message) for link in hops[:-1]), hop_seconds(hops[-1], batch * TOKEN_BYTES))
+    messages = _messages(model, stages, batch)
+    there = (hop_seconds(link, message) for link, message in zip(hops[:-1], messages, strict=True))
+    return (*there, hop_seconds(hops[-1], batch * TOKEN_BYTES))
+
+
+def _messages(model: ModelWork, stages: Sequence[Stage], tokens: int) -> list[float]:
+    """Bytes of the activations that each stage but the last sends on, as wide as its own engine computes."""
+    return [tokens * (stage.work or model).activation_bytes_per_token for stage in stages[:-1]]
+
+
+def _transfers(messages: Sequence[float], hops: Sequence[LinkSpeed]) -> list[float]:
+    """How long each link is busy with its message."""
+    return [bytes_ / link.bandwidth_bytes_per_second for bytes_, link in zip(messages, hops[:-1], strict=True)]
 
 
 def micro_batches_to_fill(stages: Sequence[float], hops: Sequence[float]) -> int:
@@ -262,42 +312,60 @@ def micro_batches_to_fill(stages: Sequence[float], hops: Sequence[float]) -> int
 
 
 def tokens_per_second(
-    model: ModelWork, stages: Sequence[Stage], hops: Sequence[LinkSpeed], concurrency: int, context: float
+    model: ModelWork,
+    stages: Sequence[Stage],
+    hops: Sequence[LinkSpeed],
+    concurrency: int,
+    context: float,
+    in_flight: int = IN_FLIGHT,
 ) -> float:
-    """All sessions together, in the best division of them into micro-batches of equal size.
+    """All sessions together while they decode, in the best division into at most `in_flight` micro-batches.
 
     X = B / max(slowest stage, slowest transfer, (ΣD + ΣC) / M) for M micro-batches of B sessions.
     """
     best = 0.0
-    for count in range(1, min(concurrency, 2 * len(stages)) + 1):
+    for count in range(1, min(concurrency, in_flight) + 1):
         batch = -(-concurrency // count)
         step = [decode_time(model, stage, batch, context).seconds for stage in stages]
-        message = batch * model.activation_bytes_per_token
-        transfers = [message / link.bandwidth_bytes_per_second for link in hops[:-1]]
-        around = fsum(step) + fsum(decode_hops(model, hops, batch))
+        transfers = _transfers(_messages(model, stages, batch), hops) if hops else []
+        around = fsum(step) + fsum(decode_hops(model, stages, hops, batch))
         # The last micro-batch may be smaller: concurrency / count of them on average.
         best = max(best, (concurrency / count) / max([*step, *transfers, around / count]))
     return best
 
 
-def ttft_seconds(
-    model: ModelWork,
-    stages: Sequence[Stage],
-    hops: Sequence[LinkSpeed],
-    prompt_tokens: int,
-    chunk_tokens: int,
-    queue_seconds: float = 0.0,
-) -> float:
-    """Queue, the first chunk through all stages, one bottleneck for each further chunk, head, the token's way back."""
-    chunk = min(chunk_tokens, prompt_tokens)
-    chunks = -(-prompt_tokens // chunk)
-    step = [prefill_time(model, stage, chunk, prompt_tokens / 2).seconds for stage in stages]
-    message = chunk * model.activation_bytes_per_token
-    transfers = [message / link.bandwidth_bytes_per_second for link in hops[:-1]]
-    through = fsum(step) + fsum(hop_seconds(link, message) for link in hops[:-1])
-    back = hop_seconds(hops[-1], TOKEN_BYTES) if hops else 0.0
-    bottleneck = max([*step, *transfers])
-    return queue_seconds + through + (chunks - 1) * bottleneck + head_seconds(model, stages[-1], 1) + back
+@dataclass(frozen=True, slots=True)
+class PrefillTime:
+    """One chunk on its way through all stages."""
+
+    stages: tuple[float, ...]
+    hops: tuple[float, ...]
+    bottleneck_seconds: float
+    """Slowest stage or transfer: what each further chunk adds, since chunks overlap."""
+
+    @property
+    def through_seconds(self) -> float:
+        return fsum([*self.stages, *self.hops])
+
+
+def chunks_of(prompt_tokens: int, chunk_tokens: int) -> tuple[int, int]:
+    """(count, tokens) of the chunks of a prompt, as if they were equal.
+
+    Its last token is not among them: it is the first step that samples.
+    """
+    read = max(1, prompt_tokens - 1)
+    count = -(-read // chunk_tokens)
+    return count, -(-read // count)
+
+
+def prefill(
+    model: ModelWork, stages: Sequence[Stage], hops: Sequence[LinkSpeed], tokens: int, context: float
+) -> PrefillTime:
+    """A chunk of `tokens` tokens, whose mean context is `context`."""
+    step = tuple(prefill_time(model, stage, tokens, context).seconds for stage in stages)
+    messages = _messages(model, stages, tokens) if hops else []
+    there = tuple(hop_seconds(link, message) for link, message in zip(hops[:-1], messages, strict=True))
+    return PrefillTime(step, there, max([*step, *_transfers(messages, hops)]))
 
 
 def predict(
@@ -325,16 +393,29 @@ def predict(
     """
     assert len(hops) == (len(stages) if len(stages) > 1 else 0), "one hop per stage, the way back among them"
     context = prompt_tokens + output_tokens / 2
-    steps = [decode_time(model, stage, 1, context) for stage in stages]
-    single = decode_hops(model, hops, 1)
+    chunks, tokens = chunks_of(prompt_tokens, chunk_tokens)
+    chunk = prefill(model, stages, hops, tokens, prompt_tokens / 2)
+    steps = tuple(decode_time(model, stage, 1, context) for stage in stages)
+    step_hops = decode_hops(model, stages, hops, 1)
+    house = [decode_time(model, stage, concurrency, context).seconds for stage in stages]
+    around = fsum([*house, *decode_hops(model, stages, hops, concurrency)])
     return Prediction(
-        ttft_seconds=ttft_seconds(model, stages, hops, prompt_tokens, chunk_tokens, queue_seconds),
-        compute_seconds=fsum(step.compute_seconds for step in steps),
-        link_seconds=fsum(step.link_seconds for step in steps) + fsum(single),
-        overhead_seconds=fsum(step.overhead_seconds for step in steps),
+        # The first token comes out of a step of its own. It follows the last chunk through the stages, so part of it
+        # may overlap; it is counted in full.
+        ttft_seconds=queue_seconds
+        + chunk.through_seconds
+        + (chunks - 1) * chunk.bottleneck_seconds
+        + fsum([*(step.seconds for step in steps), *step_hops]),
         tokens_per_second=tokens_per_second(model, stages, hops, concurrency, context),
-        stage_seconds=tuple(step.seconds for step in steps),
-        hop_seconds=single,
+        house_seconds=chunk.through_seconds
+        + (concurrency * chunks - 1) * chunk.bottleneck_seconds
+        + output_tokens * around,
+        output_tokens=output_tokens,
+        concurrency=concurrency,
+        stages=steps,
+        chunk_seconds=chunk.stages,
+        hop_seconds=step_hops,
+        chunk_hop_seconds=chunk.hops,
     )
 
 

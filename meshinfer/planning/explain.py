@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import format_bytes, format_seconds
-from meshinfer.planning.hops import cycle_hops, hop_nanoseconds, is_measured
 from meshinfer.planning.model_card import ModelCard
-from meshinfer.planning.plan import Plan, Refusal, SeatMemory
+from meshinfer.planning.plan import Declined, Plan, Refusal, SeatMemory
+from meshinfer.planning.prediction import Prediction
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
@@ -61,73 +62,169 @@ def names(topology: Topology, node_ids: Sequence[NodeId]) -> str:
 # --- plans --------------------------------------------------------------------------------------
 
 
-def binds(topology: Topology, placement: Placement, memory: Sequence[SeatMemory]) -> str:
-    """What limits this candidate: the fullest node's memory, or the slowest link once memory is ample."""
+def binds(topology: Topology, memory: Sequence[SeatMemory], prediction: Prediction) -> str:
+    """What limits this candidate: the stage or link that most of a token's time goes to, and the fullest memory."""
     fullest = max(memory, key=lambda seat: seat.need_bytes / max(1, seat.free_bytes))
     share = fullest.need_bytes / max(1, fullest.free_bytes)
     text = (
         f"memory of {name(topology, fullest.node_id)}: {format_bytes(fullest.need_bytes)} of "
         f"{format_bytes(fullest.free_bytes)} free ({share:.0%})"
     )
-    hops = cycle_hops([seat.node_id for seat in placement.seats])
-    # Under four fifths a node has room for more layers or sessions; then what slows each token is the link.
-    if hops and share < 0.8:
-        source, target = max(hops, key=lambda hop: (hop_nanoseconds(topology, *hop), hop))
-        seconds = hop_nanoseconds(topology, source, target) / 1e9
-        measured = "" if is_measured(topology, source, target) else ", assumed: nobody has measured it yet"
-        text = (
-            f"link {name(topology, source)} → {name(topology, target)}: {format_seconds(seconds)} one way{measured}; "
-            f"the fullest {text}"
-        )
-    return _clip(text, 512)
+    stage = max(prediction.stages, key=lambda each: each.seconds)
+    slowest, assumed = stage.seconds, stage.assumed
+    what = f"compute of {names(topology, stage.nodes)}"
+    if prediction.hops:
+        hop = max(prediction.hops, key=lambda each: each.seconds)
+        if hop.seconds > slowest:
+            slowest, assumed = hop.seconds, hop.assumed
+            what = f"link {name(topology, hop.source)} → {name(topology, hop.target)}"
+    doubt = f" (assumed: {assumed})" if assumed else ""
+    whole = format_seconds(prediction.tpot_seconds)
+    # Above four fifths there is no room for more layers or sessions there, so memory is the next thing to bind.
+    also = f"; next {text}" if share > 0.8 else f"; the fullest {text}"
+    return _clip(f"{what}: {format_seconds(slowest)} of {whole} per token{doubt}{also}", 512)
 
 
-def reasons(topology: Topology, card: ModelCard, plans: Sequence[Plan], too_tight: Sequence[Refusal]) -> list[str]:
+def reasons(
+    topology: Topology,
+    card: ModelCard,
+    plans: Sequence[Plan],
+    too_tight: Sequence[Refusal],
+    *,
+    is_running: bool = False,
+) -> list[str]:
     """Why the first of `plans` is the choice, and why each other is not."""
     choice = plans[0]
+    why = _why_kept(plans) if is_running else _why_chosen(topology, plans, too_tight)
     return [
-        _clip(
-            (_why_chosen(topology, choice, too_tight) if each is choice else _why_not(topology, choice, each))
-            + _fetching(topology, card, each),
-            512,
-        )
+        _clip((why if each is choice else _why_not(topology, choice, each)) + _fetching(topology, card, each), 512)
         for each in plans
     ]
 
 
-def _why_chosen(topology: Topology, choice: Plan, too_tight: Sequence[Refusal]) -> str:
+def _figures(plan: Plan) -> str:
+    told = plan.prediction
+    assert told is not None
+    speed = f"{told.tokens_per_second_alone:.3g} tokens/s alone, first token after {format_seconds(told.ttft_seconds)}"
+    together = f", {told.served_tokens_per_second:.3g} tokens/s for {told.concurrency} at once"
+    return speed + (together if told.objective == "throughput" else "")
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.objective_seconds
+
+
+def _why_kept(plans: Sequence[Plan]) -> str:
+    better = min((_seconds(each) for each in plans[1:]), default=None)
+    if better is None or better >= _seconds(plans[0]):
+        return f"it runs already, and nothing is quicker: {_figures(plans[0])}"
+    gain = 1 - better / _seconds(plans[0])
+    return f"it runs already, and the quickest other is only {gain:.0%} quicker: {_figures(plans[0])}"
+
+
+def _why_chosen(topology: Topology, plans: Sequence[Plan], too_tight: Sequence[Refusal]) -> str:
+    choice = plans[0]
+    told = choice.prediction
+    assert told is not None
     if len(choice.memory) == 1:
         seat = choice.memory[0]
         return (
             f"{name(topology, seat.node_id)} holds all {choice.placement.layer_count} layers alone, in "
-            f"{format_bytes(seat.need_bytes)} of {format_bytes(seat.free_bytes)} free; no link slows it"
+            f"{format_bytes(seat.need_bytes)} of {format_bytes(seat.free_bytes)} free; no link slows it: "
+            f"{_figures(choice)}"
         )
-    alone = ""
-    if too_tight:
+    alone = next((each for each in plans[1:] if len(each.memory) == 1), None)
+    before = ""
+    if alone is not None and told.objective != "fit":
+        before = (
+            f"quicker than {name(topology, alone.memory[0].node_id)} alone ({format_seconds(_seconds(alone))} against "
+            f"{format_seconds(_seconds(choice))}); "
+        )
+    elif too_tight:
         seat = too_tight[0].memory[0]
-        alone = (
+        before = (
             f"no node holds it alone (the largest, {name(topology, seat.node_id)}, lacks "
             f"{format_bytes(seat.shortfall_bytes)}); "
         )
-    return (
-        f"{alone}{len(choice.memory)} nodes are the fewest that do, and this order spends the least time on links: "
-        f"{format_seconds(choice.predicted_hop_seconds)} per token"
-    )
+    links = f"{format_seconds(choice.predicted_hop_seconds)} of links per token"
+    if told.objective == "fit":
+        return f"{before}{len(choice.memory)} nodes are the fewest that do, in the order with least latency: {links}"
+    return f"{before}{len(choice.memory)} nodes are the quickest that do: {_figures(choice)}, {links}"
 
 
 def _why_not(topology: Topology, choice: Plan, other: Plan) -> str:
     more = len(other.memory) - len(choice.memory)
-    slower = other.predicted_hop_seconds - choice.predicted_hop_seconds
     links = f"{format_seconds(other.predicted_hop_seconds)} of links per token"
-    if more:
-        return f"{more} node more than needed: {links}, {format_seconds(slower)} more than the choice"
-    if len(other.memory) == 1:
+    told = other.prediction
+    assert told is not None
+    if told.objective == "fit" and more:
+        return f"{more} node more than needed: {links}"
+    if told.objective != "fit" and _seconds(other) > _seconds(choice) * (1 + 1e-9):
+        what = "a full house" if told.objective == "throughput" else "a request"
+        nodes = f"{more:+d} node{'s' if abs(more) > 1 else ''}, " if more else ""
+        return (
+            f"slower: {format_seconds(_seconds(other))} for {what} against {format_seconds(_seconds(choice))}; "
+            f"{nodes}{told.tokens_per_second_alone:.3g} tokens/s alone, {links}"
+        )
+    if len(other.memory) == len(choice.memory) == 1:
         here, there = other.memory[0], choice.memory[0]
         return (
             f"{name(topology, here.node_id)} holds all layers too, with {format_bytes(here.free_bytes)} free against "
             f"{format_bytes(there.free_bytes)} of the choice"
         )
-    return f"as many nodes, but {links} against {format_seconds(choice.predicted_hop_seconds)} of the choice"
+    return f"as quick as the choice: {links} against {format_seconds(choice.predicted_hop_seconds)}"
+
+
+def declined(topology: Topology, node: NodeCard, without: Prediction, with_it: Prediction) -> Declined:
+    """A node that would only slow the choice."""
+    of = "a full house" if without.objective == "throughput" else "a request"
+    slower = with_it.objective_seconds / without.objective_seconds - 1 if without.objective_seconds else 0.0
+    verdict = f"{slower:.2%} slower" if slower > 0 else "no quicker"
+    text = (
+        f"{name(topology, node.node_id)} adds nothing: with it {of} takes "
+        f"{format_seconds(with_it.objective_seconds)} instead of {format_seconds(without.objective_seconds)} "
+        f"({verdict}; {with_it.tokens_per_second_alone:.3g} instead of {without.tokens_per_second_alone:.3g} tokens/s "
+        f"alone)"
+    )
+    return Declined(node.node_id, with_it.objective_seconds, without.objective_seconds, _clip(text, 512))
+
+
+def grouped(best: Plan, choice: Plan) -> Refusal:
+    """The best candidate with tensor groups: this build cannot run it, and this is what it would do."""
+    told, against = best.prediction, choice.prediction
+    assert told is not None
+    assert against is not None
+    placement = best.placement
+    quicker = told.objective_seconds < against.objective_seconds
+    comparison = (
+        f"It would be {'quicker' if quicker else 'slower'} than the choice: {format_seconds(told.objective_seconds)} "
+        f"against {format_seconds(against.objective_seconds)}, {told.tokens_per_second_alone:.3g} tokens/s against "
+        f"{against.tokens_per_second_alone:.3g}; {format_seconds(told.link_seconds)} of each token on links."
+    )
+    text = f"{build_runs_only(placement.strategy, placement.channel)} {comparison}"
+    whole = refusal("build", text, placement.node_ids, best.memory, placement)
+    return replace(whole, placement=placement, prediction=told)
+
+
+def cannot_be_sharded(card: ModelCard) -> str:
+    """No tensor groups for this model."""
+    return f"The layers of {card.model_id} cannot be sharded over the ranks of a tensor group."
+
+
+def illegal_degrees(card: ModelCard, degrees: Sequence[int]) -> str:
+    """A tensor group of a size that the model does not divide into."""
+    legal = ", ".join(str(degree) for degree in card.tensor_degrees) or "none"
+    return f"{card.model_id} cannot be sharded over {', '.join(map(str, degrees))} ranks. Legal numbers: {legal}."
+
+
+def layers_cannot_be(topology: Topology, card: ModelCard, constraints: Constraints) -> str:
+    """The operator's numbers of layers do not go together with cut points, memory, or each other."""
+    wanted = ", ".join(f"{name(topology, node_id)}={count}" for node_id, count in constraints.layers[:NAMED_NODES])
+    return (
+        f"No placement of the {card.layer_count} layers of {card.model_id} has --layers {wanted}: they do not add up, "
+        f"a cut falls where the model has none, or a node lacks memory for its part. Name fewer nodes, or other numbers."
+    )
 
 
 def _fetching(topology: Topology, card: ModelCard, each: Plan) -> str:
@@ -279,18 +376,6 @@ def illegal_cuts(card: ModelCard, illegal: Sequence[int], bounds: Sequence[int])
 def build_runs_only(strategy: str, channel: str) -> str:
     """A strategy or channel that has no runner yet."""
     return f"This build runs pipelines over libp2p; {strategy} over {channel} is not in it yet."
-
-
-def not_in_this_build(nodes: Sequence[NodeCard]) -> list[Refusal]:
-    """The strategies that would be candidates on these nodes if this build could run them."""
-    node_ids = tuple(node.node_id for node in nodes)[:256]
-    out: list[Refusal] = []
-    if len(nodes) >= 2:
-        out.append(Refusal("tensor", "mlx-ring", node_ids, "build", build_runs_only("tensor", "mlx-ring")))
-    # A pipeline of at least one group of two and one more stage.
-    if len(nodes) >= 3:
-        out.append(Refusal("hybrid", "mlx-ring", node_ids, "build", build_runs_only("hybrid", "mlx-ring")))
-    return out
 
 
 def _is(items: Sequence[object]) -> str:

@@ -1,8 +1,7 @@
-"""How long an activation is under way between two nodes: half the measured round trip, in whole nanoseconds.
+"""How long an empty message is under way between two nodes, in whole nanoseconds: latency and software.
 
-Integers, and round trips quantised as in the topology's digest: sums are then the same in any order,
-and noise in the third digit changes no plan. Bandwidth and the software cost of a message join in
-with the whole cost model; a decode step's activation is a few kilobytes, so latency comes first.
+Integers, of quantised measurements: sums are then the same in any order. The objective `fit` and repairs
+order nodes by them; the objectives in time add what the bytes cost (`terms`).
 """
 
 from __future__ import annotations
@@ -10,23 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshinfer.base.ids import NodeId
-from meshinfer.topology.graph import Topology, quantise
-
-UNMEASURED_RTT_SECONDS = 0.15
-"""For a pair that nobody has measured yet, as for a node that has just joined: an internet round trip (Petals'
-value too), so that any measured LAN or Wi-Fi link wins against it and a plan is possible all the same."""
-
-
-def is_measured(topology: Topology, source: NodeId, target: NodeId) -> bool:
-    """Whether either end has measured this pair."""
-    return (source, target) in topology.link_between or (target, source) in topology.link_between
+from meshinfer.planning.measured import link_rates
+from meshinfer.topology.graph import Topology
 
 
 def hop_nanoseconds(topology: Topology, source: NodeId, target: NodeId) -> int:
-    """One way, `source` → `target`; by the other end's measurement if `source` has none."""
-    link = topology.link_between.get((source, target)) or topology.link_between.get((target, source))
-    rtt_seconds = quantise(link.rtt_seconds) if link else UNMEASURED_RTT_SECONDS
-    return round(rtt_seconds * 1e9) // 2
+    """One way, `source` → `target`."""
+    speed = link_rates(topology, source, target).speed
+    return round((speed.latency_seconds + speed.message_seconds) * 1e9)
 
 
 def cycle_hops(order: Sequence[NodeId]) -> tuple[tuple[NodeId, NodeId], ...]:
@@ -36,5 +26,5 @@ def cycle_hops(order: Sequence[NodeId]) -> tuple[tuple[NodeId, NodeId], ...]:
 
 
 def cycle_nanoseconds(topology: Topology, order: Sequence[NodeId]) -> int:
-    """Link time of one token through `order`."""
+    """Of one empty message through `order`."""
     return sum(hop_nanoseconds(topology, source, target) for source, target in cycle_hops(order))

@@ -11,10 +11,11 @@ smaller. The searches stand on that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.model_card import LayerCard, ModelCard
 from meshinfer.planning.plan import SeatMemory
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.placement import Placement
@@ -42,16 +43,31 @@ def seat_memory(
     """
     seat = placement.seats[seat_index]
     wide = node.computes_float32
+    weights = card.weight_bytes(seat.start, seat.end, wide)
+    cache = card.cache_bytes(seat.start, seat.end, placement.context_tokens, placement.concurrency, wide)
+    if seat.ranks > 1:
+        # mlx-lm shards the layers and their caches; embedding, norms and head are whole on every rank.
+        layers = [layer.weights.resident(wide) for layer in card.layers[seat.start : seat.end]]
+        weights += _of_rank(layers, seat.ranks) - sum(layers)
+        caches = (
+            card.cache_bytes(layer, layer + 1, placement.context_tokens, placement.concurrency, wide)
+            for layer in range(seat.start, seat.end)
+        )
+        cache = _of_rank(caches, seat.ranks)
     return SeatMemory(
         node_id=node.node_id,
-        weight_bytes=card.weight_bytes(seat.start, seat.end, wide),
-        cache_bytes=card.cache_bytes(seat.start, seat.end, placement.context_tokens, placement.concurrency, wide),
+        weight_bytes=weights,
+        cache_bytes=cache,
         activation_bytes=activation_bytes(
             card, placement.context_tokens, placement.concurrency, wide, prefill_chunk_tokens
         ),
         overhead_bytes=node.runner_overhead_bytes,
         free_bytes=node.memory_free_bytes,
     )
+
+
+def _of_rank(layers: Iterable[int], ranks: int) -> int:
+    return sum(-(-layer // ranks) for layer in layers)
 
 
 def activation_bytes(
@@ -103,14 +119,18 @@ class RangeNeeds:
         concurrency: int,
         computes_float32: bool,
         prefill_chunk_tokens: int,
+        ranks: int = 1,
     ) -> RangeNeeds:
+        """Of one of `ranks` ranks, whose activations are counted as if it had all heads to itself."""
         embedding = card.embedding.resident(computes_float32)
         tied = embedding if card.tied_embeddings else 0
-        per_layer = (
-            layer.weights.resident(computes_float32)
-            + card.cache_bytes(index, index + 1, context_tokens, concurrency, computes_float32)
-            for index, layer in enumerate(card.layers)
-        )
+        # Most layers of a model are alike.
+        known: dict[LayerCard, int] = {}
+        for index, layer in enumerate(card.layers):
+            if layer not in known:
+                cache = card.cache_bytes(index, index + 1, context_tokens, concurrency, computes_float32)
+                known[layer] = _of_rank((layer.weights.resident(computes_float32),), ranks) + _of_rank((cache,), ranks)
+        per_layer = (known[layer] for layer in card.layers)
         return cls(
             layers=tuple(accumulate(per_layer, initial=0)),
             first_bytes=embedding,

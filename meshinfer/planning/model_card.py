@@ -42,6 +42,15 @@ class LayerCard:
     """Sliding window: the cache stops growing there; 0 for no limit."""
     state_elements: Count = 0
     """Cache elements of fixed size per session (convolution and state-space state)."""
+    flops_per_token: Count = 0
+    """Two per weight that a token visits, and what a state-space scan takes; 0: not known."""
+    attention_flops_per_pair: Count = 0
+    """Per token and token of its context: two per query head and element of a key, and of a value."""
+    experts: Annotated[int, between(0, 65_536)] = 0
+    """Of a mixture; 0: none."""
+    experts_per_token: Annotated[int, between(0, 65_536)] = 0
+    expert: TensorBytes = TensorBytes()
+    """One of them; all of them are part of `weights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,12 @@ class ModelCard:
     """How most bytes of the layers are stored: `float32`, `bfloat16`, `q4g64` (4 bits in groups of 64), `mxfp4`, …"""
     head_kind: Annotated[str, sized(0, 32)] = ""
     """The same of the output weights, which many conversions pack less tightly than the layers."""
+    head_flops_per_token: Count = 0
+    """Two per output weight; 0: not known."""
+    embedding_row: TensorBytes = TensorBytes()
+    """What the first stage looks up for one token."""
+    tensor_degrees: Annotated[tuple[Annotated[int, between(2, 64)], ...], sized(0, 63)] = ()
+    """Ranks into which its heads and widths divide, ascending; empty where its layers cannot be sharded."""
 
     @property
     def layer_count(self) -> int:

@@ -6,14 +6,14 @@ last one, so `[i, j)` is a run of blocks.
 
 `furthest` is greedy and decides whether an order of nodes fits at all: the need of a seat rises
 with its end and falls with its start, so filling every node to the brim never costs the next one
-anything. `balanced_cuts` then chooses among all cuts that fit: least worst share of free memory
-first, and among those the least sum of squared shares. With one stream balance buys no speed (the
-stages take turns); it buys headroom where the mesh is tightest, which is what the first planner
-has to give. Both passes are one dynamic programme over (stage, position), in integers.
+anything. `balanced_cuts` chooses the fairest of all cuts that fit (for the objective `fit`): least worst
+share of free memory first, and among those the least sum of squared shares. Both passes are one dynamic
+programme over (stage, position), in integers. `quickest.quickest_cuts` chooses those that take least time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from meshinfer.planning.memory import FULL, Room
@@ -29,15 +29,16 @@ def boundaries(card: ModelCard) -> tuple[int, ...]:
 
 
 def furthest(room: Room, bounds: Sequence[int]) -> tuple[int, ...]:
-    """For each boundary index, the greatest one that a seat starting there can end at; itself if none."""
+    """For each boundary index, the greatest one that a seat starting there can end at; itself if none. Ascending."""
+    needs, last = room.needs, len(bounds) - 1
+    sums = [needs.layers[bound] for bound in bounds]
+    budget = room.free_bytes - room.overhead_bytes - needs.everywhere_bytes
     ends: list[int] = []
-    end = 0
-    for start in range(len(bounds)):
-        # Two pointers: a later start never ends earlier.
-        end = max(end, start)
-        while end + 1 < len(bounds) and room.fits(bounds[start], bounds[end + 1]):
-            end += 1
-        ends.append(end)
+    for start, before in enumerate(sums):
+        left = budget + before - (needs.first_bytes if start == 0 else 0)
+        whole = sums[last] + needs.last_bytes - (needs.shared_bytes if start == 0 else 0)
+        # A later start never ends earlier, and the last block costs the head more.
+        ends.append(last if whole <= left else max(start, bisect_right(sums, left, start, last) - 1))
     return tuple(ends)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from meshinfer.base.bounds import at_least, finite, sized
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import format_bytes
+from meshinfer.planning.prediction import Prediction
 from meshinfer.topology.placement import ChannelKind, Placement, Strategy
 
 
@@ -48,6 +49,8 @@ class Plan:
     """What limits this candidate: memory of a node, or a link."""
     reason: Annotated[str, sized(0, 512)]
     """Why it is the choice, or why another one is."""
+    prediction: Prediction | None = None
+    """What it would do, term by term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,21 @@ class Refusal:
     explanation: Annotated[str, sized(0, 2048)]
     memory: Annotated[tuple[SeatMemory, ...], sized(0, 256)] = ()
     """Need, have and shortfall per node where memory binds."""
+    placement: Placement | None = None
+    """Whole, where it could be but for this build or the numbers."""
+    prediction: Prediction | None = None
+    """What it would do if it could be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A node that may take part, and would only slow the choice."""
+
+    node_id: NodeId
+    with_it: Annotated[float, finite(0)]
+    without_it: Annotated[float, finite(0)]
+    """Seconds of the objective: of a request, or of a full house."""
+    explanation: Annotated[str, sized(0, 512)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +88,7 @@ class Preview:
 
     plans: Annotated[tuple[Plan, ...], sized(0, 64)]
     refusals: Annotated[tuple[Refusal, ...], sized(0, 64)]
+    declined: Annotated[tuple[Declined, ...], sized(0, 64)] = ()
 
     def why_not(self) -> str:
         """One sentence for a person whose model cannot be placed."""

@@ -1,20 +1,20 @@
 """From a topology, a model card and a workload to plans, best first, and refusals with their numbers.
 
-    nodes that may take part ─► room of each ─► sets and orders of nodes ─► cuts ─► plans
-    (alive, allowed, has files)   (memory)         (search)               (partition)
+    nodes that may take part ─► what they cost and hold ─► orders ─► cuts ─► plans, compared by J
+    (alive, allowed, has files)   (problem, holders)       (choice, orders)   (quickest)
 
-The order of preference, first planner:
-1. One node that holds everything: no link slows it. Most free memory first, then id.
-2. The fewest nodes that hold everything: each further one costs a hop per token and saves nothing
-   for a single stream. Among those the least link time per token, the way back of the token
-   included; then ids. Within the nodes, the cuts that leave the fullest of them most headroom.
-A node that holds the model's files goes before one that would have to fetch them (`may_fetch`).
+What is best is the objective's to say (`terms` has the formula): `latency` (one typical request), `throughput`
+(all sessions at once) or `fit` (the fewest nodes, the shortest way round, the most headroom). A node joins only
+if J falls by it; one that would not is declined, with the numbers. Among equally quick cuts the one with
+most headroom wins. What runs already stays, unless J falls by more than the hysteresis.
 
-Pure and deterministic to the bit: nodes sorted by id, measurements quantised, arithmetic in
-integers, no clock, no dice. Any node computes the same preview from the same topology, so which
-one plans is never a matter of correctness. Memory that a card says is promised counts as taken;
-a caller who repairs an instance first gives back, in the topology that it passes, what the
-instance's warm seats hold.
+Tensor and hybrid candidates are priced by the same terms and come back as refusals: the runners of this
+build cannot run them yet.
+
+Pure and deterministic to the bit: nodes sorted by id, measurements quantised, searches in integers, no clock,
+no dice. Any node computes the same preview from the same topology, so which one plans is never a matter
+of correctness. Memory that a card says is promised counts as taken; a caller who repairs or replaces an
+instance first gives back, in the topology that it passes, what the instance's seats hold.
 
 Manual placements go through the same checks (`validate_placement`), and a node that is asked for a
 lease recomputes its seat's need with the same `seat_memory`.
@@ -23,32 +23,44 @@ lease recomputes its seat's need with the same `seat_memory`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 
 from meshinfer.base.errors import BadInput
+from meshinfer.base.ids import NodeId
 from meshinfer.planning import explain
-from meshinfer.planning.hops import cycle_nanoseconds, hop_nanoseconds
-from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS, RangeNeeds, Room, seat_memory
+from meshinfer.planning.choice import Choice, quickest, quickest_with_groups
+from meshinfer.planning.cost import HYSTERESIS, worth_moving
+from meshinfer.planning.groups import groups
+from meshinfer.planning.holders import Holder
+from meshinfer.planning.hops import hop_nanoseconds
+from meshinfer.planning.measured import link_rates, node_rates
+from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS, seat_memory
 from meshinfer.planning.model_card import ModelCard
-from meshinfer.planning.partition import balanced_cuts, boundaries, furthest
-from meshinfer.planning.plan import Plan, Preview, Refusal, SeatMemory
-from meshinfer.planning.search import Cycle, cycles
+from meshinfer.planning.partition import balanced_cuts, boundaries
+from meshinfer.planning.plan import Declined, Plan, Preview, Refusal, SeatMemory
+from meshinfer.planning.prediction import HopAt, Prediction, StageAt, predict
+from meshinfer.planning.problem import Problem, holds, memory_in_turn, slowest_link
+from meshinfer.planning.quickest import quickest_cuts, with_headroom
+from meshinfer.planning.search import cycles
+from meshinfer.planning.work import model_work
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement, Seat
 
-__all__ = ["plan", "seat_memory", "validate_placement"]
+__all__ = ["plan", "predict_placement", "seat_memory", "validate_placement"]
 
 MAX_PLANS = 8
 """More candidates than that to lease, and the view is stale: plan anew instead."""
 LONG_PIPELINE_PLANS = 4
-"""Beyond 8 stages: the alternatives differ in one node of many, and each takes 5 ms to cut."""
+"""Beyond 8 stages: the alternatives differ in one node of many, and each takes some milliseconds to cut and price."""
 MAX_REFUSALS_PER_NODE = 16
 """Single nodes that do not fit alone, largest first; a page of them tells a person nothing more."""
+MAX_DECLINED = 16
 FETCH_PRICE = 10**15
-"""What a node without the files costs, in the currency of link time: more than any sum of hops, so that nodes
-that hold the files always win among equally many."""
+"""With `fit`: what a node without the files costs, in the currency of link time: more than any sum of hops, so that
+nodes that hold the files always win among equally many."""
 
 
 def plan(
@@ -59,38 +71,53 @@ def plan(
     *,
     may_fetch: bool = False,
     prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+    running: Placement | None = None,
+    hysteresis: float = HYSTERESIS,
 ) -> Preview:
     """All candidates for this model, the choice first.
 
     Args:
         topology: the live nodes and what they say of themselves.
         card: the model; nodes take part that hold its files with the card's digest.
-        workload: what to reserve.
-        constraints: what the operator allows.
+        workload: what to reserve and to optimise for.
+        constraints: what the operator allows and wants.
         may_fetch: also nodes that would have to fetch the files from a peer first.
         prefill_chunk_tokens: of the nodes' settings; the activation peak depends on it.
+        running: a placement of this model that is loaded; it stays the choice unless another is better by more
+            than `hysteresis`. The topology counts its memory as free.
+        hysteresis: share of the running one's objective.
     """
     impossible = _never_possible(topology, card, workload)
     if impossible:
         return Preview((), (impossible,))
+    topology = _limited(topology, constraints)
     nodes, refusals = _eligible(topology, card, constraints, may_fetch)
     if not nodes:
         return Preview((), tuple(refusals))
-    problem = _Problem.of(topology, card, workload, nodes, prefill_chunk_tokens)
-    chosen = problem.choose()
-    tight = [problem.too_small_alone(node) for node in problem.too_small()[:MAX_REFUSALS_PER_NODE]]
-    if chosen:
-        plans = [problem.plan(cycle) for cycle in chosen]
-        reasons = explain.reasons(topology, card, plans, tight)
-        return Preview(
-            tuple(replace(each, reason=reason) for each, reason in zip(plans, reasons, strict=True)),
-            tuple(tight + refusals + explain.not_in_this_build(nodes)),
-        )
-    if len(problem.bounds) == 2:
-        why = explain.cannot_be_cut(topology, card, [seat for each in tight for seat in each.memory])
-    else:
-        why = problem.mesh_too_small()
-    return Preview((), (why, *refusals, *tight))
+    problem = Problem(topology, card, workload, constraints, nodes, prefill_chunk_tokens)
+    tight = [_too_small_alone(problem, node) for node in _too_small(problem)[:MAX_REFUSALS_PER_NODE]]
+    # The neighbourhoods of a large mesh may lack what the whole of it has, if only just.
+    chosen = [] if workload.objective == "fit" else _quickest(problem)
+    chosen = chosen or _fitting(problem)
+    if not chosen:
+        if len(problem.bounds) == 2:
+            why = explain.cannot_be_cut(topology, card, [seat for each in tight for seat in each.memory])
+        elif constraints.layers:
+            why = explain.refusal("layers", explain.layers_cannot_be(topology, card, constraints))
+        else:
+            why = _mesh_too_small(problem)
+        return Preview((), (why, *refusals, *tight))
+    plans = [_plan_of(problem, stages, positions) for stages, positions in chosen]
+    stays = running and _kept(running, plans, topology, card, workload, prefill_chunk_tokens, hysteresis)
+    if stays:
+        plans = [stays, *(each for each in plans if each.placement != stays.placement)][:MAX_PLANS]
+    reasons = explain.reasons(topology, card, plans, tight, is_running=bool(stays))
+    grouped = _grouped(problem, plans[0])
+    return Preview(
+        tuple(replace(each, reason=reason) for each, reason in zip(plans, reasons, strict=True)),
+        tuple(tight + refusals + grouped)[:64],
+        () if workload.objective == "fit" else _declined(problem, plans[0]),
+    )
 
 
 def validate_placement(
@@ -100,8 +127,12 @@ def validate_placement(
     *,
     may_fetch: bool = False,
     prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+    workload: Workload | None = None,
 ) -> Plan | Refusal:
-    """What `plan` would say of exactly this placement. A node may hold several of its seats; their needs add up."""
+    """What `plan` would say of exactly this placement. A node may hold several of its seats; their needs add up.
+
+    `workload` says what to predict for; its context and concurrency are the placement's.
+    """
 
     def refuse(constraint: str, explanation: str, memory: Sequence[SeatMemory] = ()) -> Refusal:
         return explain.refusal(constraint, explanation, placement.node_ids, memory, placement)
@@ -114,8 +145,6 @@ def validate_placement(
         placement.validate()
     except BadInput as error:
         return refuse("cut", str(error))
-    if placement.strategy != "pipeline" or placement.channel != "libp2p" or any(s.ranks > 1 for s in placement.seats):
-        return refuse("build", explain.build_runs_only(placement.strategy, placement.channel))
     if (impossible := _context_too_long(card, placement.context_tokens)) is not None:
         return refuse("context", impossible)
     absent = [node_id for node_id in placement.node_ids if node_id not in topology.by_id]
@@ -125,17 +154,81 @@ def validate_placement(
     leaving = [node for node in nodes if node.leaving]
     if leaving:
         return refuse("nodes", explain.are_leaving(topology, leaving))
-    without = [node for node in nodes if not _holds(node, card)]
-    if without and not (may_fetch and any(_holds(node, card) for node in topology.nodes)):
+    without = [node for node in nodes if not holds(node, card)]
+    if without and not (may_fetch and any(holds(node, card) for node in topology.nodes)):
         return refuse("model", explain.without_files(topology, card, without))
     bounds = boundaries(card)
     illegal = [seat.start for seat in placement.seats if seat.start not in bounds]
     if illegal:
         return refuse("cut", explain.illegal_cuts(card, illegal, bounds))
-    memory = _memory_in_turn(card, placement, nodes, prefill_chunk_tokens)
+    degrees = {seat.ranks for seat in placement.seats if seat.ranks > 1}
+    if degrees and not degrees <= set(card.tensor_degrees):
+        return refuse("tensor", explain.illegal_degrees(card, sorted(degrees)))
+    memory = memory_in_turn(card, placement, nodes, prefill_chunk_tokens)
     if any(seat.shortfall_bytes for seat in memory):
         return refuse("memory", explain.seats_too_large(topology, memory), memory)
-    return _plan(topology, placement, memory, "this placement was asked for")
+    usual = workload or Workload()
+    usual = replace(usual, context_tokens=placement.context_tokens, concurrency=placement.concurrency)
+    prediction = predict_placement(placement, topology, card, usual, prefill_chunk_tokens)
+    if placement.strategy != "pipeline" or placement.channel != "libp2p" or degrees:
+        refusal = refuse("build", explain.build_runs_only(placement.strategy, placement.channel), memory)
+        return replace(refusal, prediction=prediction)
+    return _plan(topology, placement, memory, prediction, "this placement was asked for")
+
+
+def predict_placement(
+    placement: Placement,
+    topology: Topology,
+    card: ModelCard,
+    workload: Workload,
+    prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+) -> Prediction:
+    """What a valid placement on live nodes would do."""
+    works = {wide: model_work(card, wide) for wide in {node.computes_float32 for node in topology.nodes}}
+    stages: list[StageAt] = []
+    index = 0
+    while index < len(placement.seats):
+        seats = placement.seats[index : index + placement.seats[index].ranks]
+        index += len(seats)
+        nodes = [topology.by_id[seat.node_id] for seat in seats]
+        ring = [seat.node_id for seat in seats]
+        inner, assumed = None, ""
+        if len(ring) > 1:
+            around = zip(ring, (*ring[1:], ring[0]), strict=True)
+            inner, assumed = slowest_link([link_rates(topology, a, b) for a, b in around])
+        stages.append(
+            StageAt(
+                start=seats[0].start,
+                end=seats[0].end,
+                nodes=tuple(ring),
+                rates=tuple(node_rates(node, card) for node in nodes),
+                inner=inner,
+                inner_assumed=assumed,
+                work=works[any(node.computes_float32 for node in nodes)],
+            )
+        )
+    ways = zip(stages, (*stages[1:], stages[0]), strict=True) if len(stages) > 1 else ()
+    hops = [_way(topology, before, after) for before, after in ways]
+    return predict(stages, hops, workload, prefill_chunk_tokens)
+
+
+def _way(topology: Topology, before: StageAt, after: StageAt) -> HopAt:
+    """The link that counts between two stages: of the rank that is reached last, the quickest to it."""
+    best: list[tuple[float, NodeId, NodeId]] = []
+    for target in after.nodes:
+        seconds = {
+            source: (speed := link_rates(topology, source, target).speed).latency_seconds
+            + speed.message_seconds
+            + before.work.activation_bytes_per_token / speed.bandwidth_bytes_per_second
+            for source in before.nodes
+        }
+        source = min(seconds, key=lambda node: (seconds[node], node))
+        best.append((seconds[source], source, target))
+    _, source, target = max(best)
+    return HopAt(source, target, link_rates(topology, source, target))
+
+
+# --- who may take part --------------------------------------------------------------------------
 
 
 def _never_possible(topology: Topology, card: ModelCard, workload: Workload) -> Refusal | None:
@@ -143,7 +236,7 @@ def _never_possible(topology: Topology, card: ModelCard, workload: Workload) -> 
     too_long = _context_too_long(card, workload.context_tokens)
     if too_long:
         return explain.refusal("context", too_long)
-    if not any(_holds(node, card) for node in topology.nodes):
+    if not any(holds(node, card) for node in topology.nodes):
         return explain.refusal("model", explain.nobody_holds(card, topology))
     return None
 
@@ -158,8 +251,16 @@ def _context_too_long(card: ModelCard, context_tokens: int) -> str | None:
     )
 
 
-def _holds(node: NodeCard, card: ModelCard) -> bool:
-    return any((held.model_id, held.digest) == (card.model_id, card.digest) for held in node.models)
+def _limited(topology: Topology, constraints: Constraints) -> Topology:
+    """`topology` with the operator's memory limits as if the nodes had no more."""
+    limits = dict(constraints.memory_limits)
+    if not limits:
+        return topology
+    cards = [
+        replace(node, memory_usable_bytes=min(node.memory_usable_bytes, limits.get(node.node_id, 2**63 - 1)))
+        for node in topology.nodes
+    ]
+    return Topology.of(cards, topology.links)
 
 
 def _eligible(
@@ -167,7 +268,8 @@ def _eligible(
 ) -> tuple[list[NodeCard], list[Refusal]]:
     """Nodes that may take part, sorted by id, and why others may not."""
     refusals: list[Refusal] = []
-    absent = [node_id for node_id in constraints.nodes if node_id not in topology.by_id]
+    wanted = [node_id for node_id, _ in constraints.layers]
+    absent = [node_id for node_id in (*constraints.nodes, *wanted) if node_id not in topology.by_id]
     if absent:
         refusals.append(explain.refusal("nodes", explain.not_alive(topology, absent), absent))
     allowed = [
@@ -177,153 +279,229 @@ def _eligible(
     ]
     leaving = [node for node in allowed if node.leaving]
     staying = [node for node in allowed if not node.leaving]
-    without = [node for node in staying if not may_fetch and not _holds(node, card)]
+    without = [node for node in staying if not may_fetch and not holds(node, card)]
     if without:
         text = explain.without_files(topology, card, without)
         refusals.append(explain.refusal("model", text, [node.node_id for node in without]))
     if leaving:
         text = explain.are_leaving(topology, leaving)
         refusals.append(explain.refusal("nodes", text, [node.node_id for node in leaving]))
-    eligible = [node for node in staying if may_fetch or _holds(node, card)]
+    eligible = [node for node in staying if may_fetch or holds(node, card)]
     if not eligible and not refusals:
         refusals.append(explain.refusal("nodes", explain.none_allowed(topology, constraints)))
+    if missing := set(wanted) - {node.node_id for node in eligible}:
+        if not refusals:
+            text = f"{explain.names(topology, sorted(missing))} cannot take part, but --layers wants it."
+            refusals.append(explain.refusal("nodes", text, sorted(missing)))
+        return [], refusals
     return eligible, refusals
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """One call of `plan`: the nodes that may take part, as rooms, and what has to go into them."""
+# --- the choice ---------------------------------------------------------------------------------
 
-    topology: Topology
-    card: ModelCard
-    workload: Workload
-    prefill_chunk_tokens: int
-    bounds: tuple[int, ...]
-    nodes: tuple[NodeCard, ...]
-    """Sorted by id; `rooms` and `reach` go with them."""
-    rooms: tuple[Room, ...]
-    reach: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def of(
-        cls,
-        topology: Topology,
-        card: ModelCard,
-        workload: Workload,
-        nodes: Sequence[NodeCard],
-        prefill_chunk_tokens: int,
-    ) -> _Problem:
-        needs = {
-            wide: RangeNeeds.of(card, workload.context_tokens, workload.concurrency, wide, prefill_chunk_tokens)
-            for wide in {node.computes_float32 for node in nodes}
-        }
-        rooms = tuple(
-            Room(needs[node.computes_float32], node.runner_overhead_bytes, node.memory_free_bytes) for node in nodes
-        )
-        bounds = boundaries(card)
-        return cls(
-            topology=topology,
-            card=card,
-            workload=workload,
-            prefill_chunk_tokens=prefill_chunk_tokens,
-            bounds=bounds,
-            nodes=tuple(nodes),
-            rooms=rooms,
-            reach=tuple(furthest(room, bounds) for room in rooms),
-        )
+def _quickest(problem: Problem) -> list[tuple[tuple[Holder, ...], tuple[int, ...]]]:
+    """Stages and cuts, best first; among equally quick ones the roomier first."""
+    found = quickest(problem)
+    if not found:
+        return []
+    count = LONG_PIPELINE_PLANS if len(found[0].stages) > MAX_PLANS else MAX_PLANS
+    alone = [choice for choice in found if len(choice.stages) == 1][:2]
+    first = [choice for choice in found[: count + 2] if choice not in alone][: count - len(alone)]
+    tied = [_with_headroom(problem, choice) for choice in found if choice.cuts.cost == found[0].cuts.cost][:MAX_PLANS]
+    same = {choice.members: choice for choice in tied}
+    listed = [same.get(choice.members, choice) for choice in (*first, *alone)]
+    listed.sort(key=lambda choice: (choice.cuts.cost, _fullest(problem, choice), choice.key))
+    return [(choice.stages, choice.cuts.positions) for choice in listed]
 
-    def choose(self) -> list[Cycle]:
-        """Cycles, best first; up to two of them one node larger than needed, to compare."""
 
-        def hop(source: int, target: int) -> int:
-            return hop_nanoseconds(self.topology, self.nodes[source].node_id, self.nodes[target].node_id)
+def _with_headroom(problem: Problem, choice: Choice) -> Choice:
+    if len(choice.stages) == 1:
+        return choice
+    rooms = [problem.room(stage.nodes[0]) for stage in choice.stages]
+    bounds = problem.bounds
 
-        price = [0 if _holds(node, self.card) else FETCH_PRICE for node in self.nodes]
-        found = cycles(self.reach, hop, price)
-        best = [cycle for cycle in found if len(cycle.order) == len(found[0].order)]
-        larger = found[len(best) :][:2]
-        wanted = MAX_PLANS if not best or len(best[0].order) <= MAX_PLANS else LONG_PIPELINE_PLANS
-        if best and len(best[0].order) == 1:
-            best.sort(key=lambda cycle: (cycle.cost, -self.nodes[cycle.order[0]].memory_free_bytes, cycle.order))
-        return best[: wanted - len(larger)] + larger
+    def share(place: int, start: int, end: int) -> int:
+        return rooms[place].share(bounds[start], bounds[end])
 
-    def plan(self, cycle: Cycle) -> Plan:
-        cuts = balanced_cuts([self.rooms[index] for index in cycle.order], self.bounds)
+    return Choice(choice.stages, with_headroom(choice.stages, choice.cuts, share, problem.terms.further_chunks))
+
+
+def _fullest(problem: Problem, choice: Choice) -> int:
+    bounds, positions = problem.bounds, choice.cuts.positions
+    return max(
+        problem.room(stage.nodes[0]).share(bounds[start], bounds[end])
+        for stage, start, end in zip(choice.stages, positions[:-1], positions[1:], strict=True)
+    )
+
+
+def _fitting(problem: Problem) -> list[tuple[tuple[Holder, ...], tuple[int, ...]]]:
+    """Fewest nodes first, then the shortest way round, then headroom; two of one node more to compare."""
+    nodes = range(len(problem.nodes))
+
+    def hop(source: int, target: int) -> int:
+        return hop_nanoseconds(problem.topology, problem.nodes[source].node_id, problem.nodes[target].node_id)
+
+    price = [0 if holds(node, problem.card) else FETCH_PRICE for node in problem.nodes]
+    found = cycles([problem.holder(index).latest for index in nodes], hop, price)
+    found = [each for each in found if not problem.required & ~sum(1 << index for index in each.order)]
+    best = [cycle for cycle in found if len(cycle.order) == len(found[0].order)]
+    larger = found[len(best) :][:2]
+    count = MAX_PLANS if not best or len(best[0].order) <= MAX_PLANS else LONG_PIPELINE_PLANS
+    if best and len(best[0].order) == 1:
+        best.sort(key=lambda cycle: (cycle.cost, -problem.nodes[cycle.order[0]].memory_free_bytes, cycle.order))
+    chosen: list[tuple[tuple[Holder, ...], tuple[int, ...]]] = []
+    for cycle in best[: count - len(larger)] + larger:
+        cuts = balanced_cuts([problem.room(index) for index in cycle.order], problem.bounds)
         assert cuts is not None, "a closed cycle fits when every node is filled to the brim"
-        placement, memory = self._seat([self.nodes[index] for index in cycle.order], cuts)
-        return _plan(self.topology, placement, memory, "")
+        chosen.append((tuple(problem.holder(index) for index in cycle.order), cuts))
+    return chosen
 
-    def too_small(self) -> list[NodeCard]:
-        """Nodes that cannot hold it all, most free memory first."""
-        everything = len(self.bounds) - 1
-        small = [node for node, reach in zip(self.nodes, self.reach, strict=True) if reach[0] < everything]
-        return _by_room(small)
 
-    def too_small_alone(self, node: NodeCard) -> Refusal:
-        _, memory = self._seat([node], (0, len(self.bounds) - 1))
-        return explain.too_small(self.topology, self.card, node, memory)
+def _kept(
+    running: Placement,
+    plans: Sequence[Plan],
+    topology: Topology,
+    card: ModelCard,
+    workload: Workload,
+    prefill_chunk_tokens: int,
+    hysteresis: float,
+) -> Plan | None:
+    """The running placement as a plan, unless it cannot be any more, reserves too little, or is clearly beaten."""
+    if running.context_tokens < workload.context_tokens or running.concurrency < workload.concurrency:
+        return None
+    verdict = validate_placement(
+        running, topology, card, may_fetch=True, prefill_chunk_tokens=prefill_chunk_tokens, workload=workload
+    )
+    if not isinstance(verdict, Plan):
+        return None
+    assert verdict.prediction is not None
+    assert plans[0].prediction is not None
+    now, then = verdict.prediction.objective_seconds, plans[0].prediction.objective_seconds
+    return None if worth_moving(now, then, hysteresis) else verdict
 
-    def mesh_too_small(self) -> Refusal:
-        """The fairest cut over all nodes that can hold a block at all, with what each of them lacks."""
-        everyone = _by_room(self.nodes)
-        useful = {
-            node.node_id
-            for node, reach in zip(self.nodes, self.reach, strict=True)
-            if any(end > start for start, end in enumerate(reach))
-        }
-        parties = [node for node in everyone if node.node_id in useful] or everyone[:1]
-        parties = parties[: min(len(self.bounds) - 1, MAX_REFUSALS_PER_NODE)]
-        room_of = {node.node_id: room for node, room in zip(self.nodes, self.rooms, strict=True)}
-        cuts = balanced_cuts([room_of[node.node_id] for node in parties], self.bounds, must_fit=False)
-        assert cuts is not None, "there are at most as many nodes as blocks"
-        _, memory = self._seat(parties, cuts)
-        text = explain.mesh_too_small(self.topology, self.card, self.workload, memory, everyone)
-        return explain.refusal("memory", text, [node.node_id for node in parties], memory)
 
-    def _seat(self, nodes: Sequence[NodeCard], cuts: Sequence[int]) -> tuple[Placement, tuple[SeatMemory, ...]]:
-        layers = [self.bounds[cut] for cut in cuts]
-        placement = Placement(
-            model_id=self.card.model_id,
-            model_digest=self.card.digest,
-            layer_count=self.card.layer_count,
-            strategy="pipeline",
-            channel="libp2p",
-            context_tokens=self.workload.context_tokens,
-            concurrency=self.workload.concurrency,
-            seats=tuple(
-                Seat(node.node_id, start, end) for node, start, end in zip(nodes, layers[:-1], layers[1:], strict=True)
-            ),
-        )
-        return placement, _memory_in_turn(self.card, placement, nodes, self.prefill_chunk_tokens)
+def _plan_of(problem: Problem, stages: Sequence[Holder], positions: Sequence[int]) -> Plan:
+    placement = problem.placement(stages, positions)
+    memory = memory_in_turn(problem.card, placement, problem.nodes, problem.prefill_chunk_tokens)
+    prediction = predict_placement(
+        placement, problem.topology, problem.card, problem.workload, problem.prefill_chunk_tokens
+    )
+    return _plan(problem.topology, placement, memory, prediction, "")
+
+
+def _plan(
+    topology: Topology, placement: Placement, memory: tuple[SeatMemory, ...], prediction: Prediction, reason: str
+) -> Plan:
+    return Plan(
+        placement=placement,
+        memory=memory,
+        topology_digest=topology.digest,
+        predicted_hop_seconds=sum(hop.seconds for hop in prediction.hops),
+        binds=explain.binds(topology, memory, prediction),
+        reason=reason,
+        prediction=prediction,
+    )
+
+
+# --- the others ---------------------------------------------------------------------------------
+
+
+def _declined(problem: Problem, choice: Plan) -> tuple[Declined, ...]:
+    """Nodes that are free to take part and would slow the choice, each at its best place in it."""
+    taking_part = set(choice.placement.node_ids)
+    index_of = {node.node_id: index for index, node in enumerate(problem.nodes)}
+    order = [problem.holder(index_of[node_id]) for node_id in choice.placement.node_ids if node_id in index_of]
+    if len(order) != len(choice.placement.seats):
+        return ()
+    idle = [index for index, node in enumerate(problem.nodes) if node.node_id not in taking_part]
+    idle.sort(key=lambda index: (problem.holder(index).run[-1], index))
+    out: list[Declined] = []
+    assert choice.prediction is not None
+    for index in idle[:MAX_DECLINED]:
+        best: Choice | None = None
+        for place in range(len(order) + 1):
+            stages = (*order[:place], problem.holder(index), *order[place:])
+            pairs = list(pairwise(stages))
+            way = sum(problem.hop(*pair) for pair in pairs) + problem.back(stages[-1], stages[0])
+            slowest = max(problem.transfer(*pair) for pair in pairs) if problem.terms.further_chunks else 0
+            cuts = quickest_cuts(stages, way, slowest, problem.terms.further_chunks)
+            if cuts is not None and (best is None or cuts.cost < best.cuts.cost):
+                best = Choice(stages, cuts)
+        if best is not None:
+            with_it = _plan_of(problem, best.stages, best.cuts.positions).prediction
+            assert with_it is not None
+            out.append(explain.declined(problem.topology, problem.nodes[index], choice.prediction, with_it))
+    return tuple(out)
+
+
+def _grouped(problem: Problem, choice: Plan) -> list[Refusal]:
+    """The best tensor and hybrid candidates, which this build cannot run."""
+    if len(problem.nodes) < 2:
+        return []
+    if not problem.card.tensor_degrees:
+        text = explain.cannot_be_sharded(problem.card)
+        return [Refusal("tensor", "mlx-ring", tuple(node.node_id for node in problem.nodes)[:256], "tensor", text)]
+    candidates = groups(problem)
+    singles = [problem.holder(index) for index in sorted({i for group in candidates for i in group.nodes})]
+    if len(problem.nodes) <= 8:
+        singles = [problem.holder(index) for index in range(len(problem.nodes))]
+    out: list[Refusal] = []
+    for least_stages in (1, 2):
+        found = quickest_with_groups(problem, candidates, singles, least_stages)
+        if found:
+            best = _plan_of(problem, found[0].stages, found[0].cuts.positions)
+            out.append(explain.grouped(best, choice))
+    return out
+
+
+def _too_small(problem: Problem) -> list[NodeCard]:
+    """Nodes that cannot hold it all, most free memory first."""
+    everything = problem.card.layer_count
+    small = [node for index, node in enumerate(problem.nodes) if not problem.room(index).fits(0, everything)]
+    return _by_room(small)
+
+
+def _too_small_alone(problem: Problem, node: NodeCard) -> Refusal:
+    _, memory = _seat(problem, [node], (0, len(problem.bounds) - 1))
+    return explain.too_small(problem.topology, problem.card, node, memory)
+
+
+def _mesh_too_small(problem: Problem) -> Refusal:
+    """The fairest cut over all nodes that can hold a block at all, with what each of them lacks."""
+    everyone = _by_room(problem.nodes)
+    useful = {
+        node.node_id
+        for index, node in enumerate(problem.nodes)
+        if any(end > start for start, end in enumerate(problem.holder(index).latest))
+    }
+    parties = [node for node in everyone if node.node_id in useful] or everyone[:1]
+    parties = parties[: min(len(problem.bounds) - 1, MAX_REFUSALS_PER_NODE)]
+    room_of = {node.node_id: problem.room(index) for index, node in enumerate(problem.nodes)}
+    cuts = balanced_cuts([room_of[node.node_id] for node in parties], problem.bounds, must_fit=False)
+    assert cuts is not None, "there are at most as many nodes as blocks"
+    _, memory = _seat(problem, parties, cuts)
+    text = explain.mesh_too_small(problem.topology, problem.card, problem.workload, memory, everyone)
+    return explain.refusal("memory", text, [node.node_id for node in parties], memory)
+
+
+def _seat(problem: Problem, nodes: Sequence[NodeCard], cuts: Sequence[int]) -> tuple[Placement, tuple[SeatMemory, ...]]:
+    layers = [problem.bounds[cut] for cut in cuts]
+    placement = Placement(
+        model_id=problem.card.model_id,
+        model_digest=problem.card.digest,
+        layer_count=problem.card.layer_count,
+        strategy="pipeline",
+        channel="libp2p",
+        context_tokens=problem.workload.context_tokens,
+        concurrency=problem.workload.concurrency,
+        seats=tuple(
+            Seat(node.node_id, start, end) for node, start, end in zip(nodes, layers[:-1], layers[1:], strict=True)
+        ),
+    )
+    return placement, memory_in_turn(problem.card, placement, nodes, problem.prefill_chunk_tokens)
 
 
 def _by_room(nodes: Sequence[NodeCard]) -> list[NodeCard]:
     """Most free memory first, then id."""
     return sorted(nodes, key=lambda node: (-node.memory_free_bytes, node.node_id))
-
-
-def _memory_in_turn(
-    card: ModelCard, placement: Placement, nodes: Sequence[NodeCard], prefill_chunk_tokens: int
-) -> tuple[SeatMemory, ...]:
-    """One per seat; a node's later seats find free what its earlier ones leave."""
-    by_id = {node.node_id: node for node in nodes}
-    free = {node.node_id: node.memory_free_bytes for node in nodes}
-    out: list[SeatMemory] = []
-    for index, seat in enumerate(placement.seats):
-        memory = seat_memory(card, placement, index, by_id[seat.node_id], prefill_chunk_tokens)
-        memory = replace(memory, free_bytes=free[seat.node_id])
-        free[seat.node_id] = max(0, free[seat.node_id] - memory.need_bytes)
-        out.append(memory)
-    return tuple(out)
-
-
-def _plan(topology: Topology, placement: Placement, memory: tuple[SeatMemory, ...], reason: str) -> Plan:
-    order = [seat.node_id for seat in placement.seats]
-    return Plan(
-        placement=placement,
-        memory=memory,
-        topology_digest=topology.digest,
-        predicted_hop_seconds=cycle_nanoseconds(topology, order) / 1e9,
-        binds=explain.binds(topology, placement, memory),
-        reason=reason,
-    )

@@ -23,6 +23,12 @@ class Workload:
     output_tokens: Annotated[int, between(1, 2**31 - 1)] = 256
     objective: Objective = "latency"
 
+    @property
+    def typical(self) -> tuple[int, int]:
+        """(prompt, output) tokens of a typical request, within the context."""
+        prompt = max(1, min(self.prompt_tokens, self.context_tokens - 1))
+        return prompt, max(1, min(self.output_tokens, self.context_tokens - prompt))
+
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
@@ -31,3 +37,7 @@ class Constraints:
     nodes: Annotated[tuple[NodeId, ...], sized(0, 256)] = ()
     """Only these."""
     exclude: Annotated[tuple[NodeId, ...], sized(0, 256)] = ()
+    layers: Annotated[tuple[tuple[NodeId, Annotated[int, between(1, 1024)]], ...], sized(0, 256)] = ()
+    """These nodes take part, with so many layers each."""
+    memory_limits: Annotated[tuple[tuple[NodeId, Annotated[int, between(0, 2**63 - 1)]], ...], sized(0, 256)] = ()
+    """Bytes that runners may use in all on a node, where that is less than its card says."""

@@ -20,6 +20,9 @@ from meshinfer.topology.speed import NodeSpeed
 Count = Annotated[int, between(0, 2**63 - 1)]
 ShortText = Annotated[str, sized(0, 128)]
 
+LOAD_STEP = 0.5
+"""Processes per core: a difference that a plan may depend on; less comes and goes within a minute."""
+
 SeatState = Literal["leased", "loading", "linking", "ready", "cut", "failed"]
 """leased: memory promised. loading: a runner reads its layers. linking: loaded, its channels are being
 opened. ready: it can run steps. cut: it lost the seat beside it, its layers stay warm for a while for the next
@@ -105,6 +108,11 @@ class NodeCard:
     def order(self) -> tuple[int, int]:
         """Later cards of the same node compare greater."""
         return (self.incarnation, self.version)
+
+    @property
+    def load_steps(self) -> int:
+        """Load above one process per core, in steps of LOAD_STEP, where that slows its engine: GPUs are not shared so."""
+        return max(0, round((self.load - 1) / LOAD_STEP)) if self.computes_float32 else 0
 
     @property
     def memory_free_bytes(self) -> int:

@@ -8,19 +8,28 @@ digits), so that noise in the fifth digit does not make another topology.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
 
 from meshinfer.base.ids import NodeId, digest_hex
 from meshinfer.topology.card import NodeCard
-from meshinfer.topology.coordinate import distance_seconds
+from meshinfer.topology.coordinate import Coordinate, distance_seconds
 from meshinfer.topology.link import Link
 
 
 def quantise(value: float) -> float:
     """`value` to two significant digits."""
     return float(f"{value:.1e}")
+
+
+def _to_milliseconds(seconds: float) -> int:
+    """Coordinates move with every probe; what a far pair's estimate is good to is milliseconds at best."""
+    return round(seconds * 1e3)
+
+
+def _ends(place: Coordinate) -> tuple[float, float]:
+    return place.height_seconds, place.adjustment_seconds
 
 
 @dataclass(frozen=True)
@@ -94,11 +103,27 @@ class Topology:
                     card.leaving,
                     tuple((model.model_id, model.digest) for model in card.models),
                     tuple((seat.instance_id, seat.epoch, seat.seat_index, seat.state) for seat in card.seats),
+                    tuple((each.kind, *map(quantise, astuple(each.speed))) for each in card.speeds),
+                    card.load_steps,
+                    card.coordinate
+                    and tuple(map(_to_milliseconds, (*card.coordinate.position, *_ends(card.coordinate)))),
                 )
             ).encode()
             for card in self.nodes
         ]
-        parts += [repr((link.source, link.target, quantise(link.rtt_seconds))).encode() for link in self.links]
+        parts += [
+            repr(
+                (
+                    link.source,
+                    link.target,
+                    quantise(link.latency_seconds),
+                    quantise(link.message_seconds),
+                    quantise(link.bandwidth_bytes_per_second),
+                    quantise(link.loss),
+                )
+            ).encode()
+            for link in self.links
+        ]
         return digest_hex(*parts)
 
     def to_json(self) -> dict[str, Any]:

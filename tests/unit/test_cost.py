@@ -132,11 +132,11 @@ def test_prefill_chunks_overlap_over_the_stages():
     """K chunks cost one way through and K − 1 times the slowest stage."""
     stages = [Stage(0, 2, (NODE,)), Stage(2, 4, (NODE,))]
     quick = LinkSpeed(0.0, 1e15)
-    one = predict(MODEL, stages, [quick, quick], **{**WORKLOAD, "prompt_tokens": 512}).ttft_seconds
-    four = predict(MODEL, stages, [quick, quick], **{**WORKLOAD, "prompt_tokens": 2048}).ttft_seconds
-    step = prefill_time(MODEL, stages[0], 512, 256).seconds
-    longer = prefill_time(MODEL, stages[0], 512, 1024).seconds
-    assert four - one == pytest.approx(2 * (longer - step) + 3 * longer, rel=1e-3)
+    # A prompt's last token is a step of its own: 4 chunks of 512, and one decode step.
+    told = predict(MODEL, stages, [quick, quick], **{**WORKLOAD, "prompt_tokens": 2049})
+    chunks = [prefill_time(MODEL, stage, 512, 2049 / 2).seconds for stage in stages]
+    assert told.chunk_seconds == pytest.approx(chunks)
+    assert told.ttft_seconds == pytest.approx(sum(chunks) + 3 * max(chunks) + told.tpot_seconds, rel=1e-6)
 
 
 def test_a_slow_link_sets_the_pace_of_a_long_prompt():
@@ -152,8 +152,11 @@ def test_micro_batches_fill_the_pipeline():
     assert micro_batches_to_fill([1.0, 1.0], [0.5, 0.5]) == 3
     stages = [Stage(0, 2, (NODE,)), Stage(2, 4, (NODE,))]
     quick = [LinkSpeed(0.0, 1e12)] * 2
-    one, two = (tokens_per_second(MODEL, stages, quick, concurrency, 0) for concurrency in (1, 2))
+    one, two = (tokens_per_second(MODEL, stages, quick, concurrency, 0, in_flight=2) for concurrency in (1, 2))
     assert two >= 1.6 * one
+    # With one at a time, as in this build, two sessions share a step and no more.
+    together = tokens_per_second(MODEL, stages, quick, 2, 0)
+    assert together == pytest.approx(2 / sum(decode_time(MODEL, stage, 2, 0).seconds for stage in stages))
 
 
 def test_a_ring_all_reduce():

@@ -11,8 +11,11 @@ from planning_cases import topologies
 from meshinfer.base.ids import NodeId
 from meshinfer.testing.cards import node_card
 from meshinfer.topology.card import KindSpeed
+from meshinfer.topology.card import KindSpeed
+from meshinfer.topology.coordinate import Coordinate
 from meshinfer.topology.graph import Topology, quantise
 from meshinfer.topology.link import Link
+from meshinfer.topology.speed import NodeSpeed
 from meshinfer.topology.speed import NodeSpeed
 
 
@@ -52,11 +55,29 @@ def test_of_several_links_of_one_pair_the_freshest_counts(measured):
         {"leaving": True},
         {"models": ()},
         {"incarnation": 2},
+        {"speeds": (KindSpeed("q4g64", NodeSpeed(1e9, 1e12, 1e-3)),)},
+        {"coordinate": Coordinate((0.02, *(0.0,) * 7), 0.001, 0.1)},
     ],
 )
 def test_all_that_a_plan_depends_on_is_in_the_digest(change):
     ada, bea = node_card("ada"), node_card("bea")
     assert Topology.of([replace(ada, **change), bea], []).digest != Topology.of([ada, bea], []).digest
+
+
+@pytest.mark.parametrize("change", ["message_seconds", "bandwidth_bytes_per_second", "loss", "channel_rtt_seconds"])
+def test_all_that_a_plan_depends_on_of_a_link_is_in_the_digest(change):
+    cards = [node_card("ada"), node_card("bea")]
+    link = Link(NodeId("ada"), NodeId("bea"), 0.001)
+    assert Topology.of(cards, [link]).digest != Topology.of(cards, [replace(link, **{change: 0.5})]).digest
+
+
+def test_load_counts_where_the_engine_shares_its_cores_with_others():
+    def digest(**more):
+        return Topology.of([node_card("ada", **more)], []).digest
+
+    assert digest(load=3.0, computes_float32=True) != digest(load=0.2, computes_float32=True)
+    assert digest(load=0.9, computes_float32=True) == digest(load=0.2, computes_float32=True)
+    assert digest(load=3.0) == digest(load=0.2)
 
 
 @pytest.mark.parametrize("change", [{"name": "other"}, {"version": 9}, {"load": 3.0}])
@@ -70,8 +91,8 @@ def test_noise_in_the_third_digit_makes_no_other_topology():
         cards = [node_card("ada"), node_card("bea")]
         return Topology.of(cards, [Link(NodeId("ada"), NodeId("bea"), rtt_seconds, **more)]).digest
 
-    assert digest(0.00123) == digest(0.00119, age_seconds=5.0, jitter_seconds=0.1)
-    assert digest(0.0012) != digest(0.0013)
+    assert digest(0.00246) == digest(0.00238, age_seconds=5.0, jitter_seconds=0.1)
+    assert digest(0.0024) != digest(0.0026)
 
 
 @given(st.floats(0, 1e12))
@@ -89,7 +110,9 @@ def test_every_node_and_link_can_be_asked(topology):
         assert (link is None) == (shown is None)
         if link and shown:
             assert shown["latency_us"] == pytest.approx(link.rtt_seconds / 2 * 1e6, abs=0.1)
-            assert shown["bandwidth_gbps"] is None  # not measured is not zero
+            rate = link.bandwidth_bytes_per_second
+            # Not measured is not zero.
+            assert shown["bandwidth_gbps"] == (pytest.approx(rate * 8 / 1e9) if rate else None)
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40))

@@ -1,0 +1,140 @@
+"""The cuts that take least time, for holders in a given order; and among equals those that leave most headroom.
+
+The sum of stages and hops is a row programme (`rows`). The one maximum in J, the slowest chunk, is met by
+lowering a cap on it: under each cap the least sum is found; the sum rises as the cap falls, so once the sum
+alone is no better than the best J, nothing that follows can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from meshinfer.planning.holders import Holder
+from meshinfer.planning.memory import FULL
+from meshinfer.planning.rows import NEVER, Row, alone, first_row, grow, joined, last_row
+
+CAP_STEPS = 256
+"""Each cap is lower by at least so small a part: what lies between two caps is missed, by half a per cent of the
+bottleneck's share at most."""
+SHARE_STEPS = 64
+"""Headroom is told apart in so many steps of the free memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where to cut, and what it costs."""
+
+    cost: int
+    """J."""
+    positions: tuple[int, ...]
+    """Indices into the boundaries, first and last included."""
+    bottleneck: int
+    """Slowest stage or transfer of a prefill chunk."""
+
+
+def quickest_cuts(holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int) -> Cuts | None:
+    """Of least J; None if none fit.
+
+    Args:
+        holders: in pipeline order.
+        hops: J of all hops, the way back among them.
+        slowest_transfer: of a chunk, over the links between them.
+        further_chunks: how often the bottleneck counts.
+    """
+    best: Cuts | None = None
+    stages = list(holders)
+    while (found := _least_sum(stages)) is not None:
+        total, positions = found
+        bottleneck = max(slowest_transfer, _slowest_chunk(holders, positions))
+        cost = total + hops + further_chunks * bottleneck
+        if best is None or cost < best.cost:
+            best = Cuts(cost, positions, bottleneck)
+        # Everything that follows has at least this sum and, since the transfers stay, at least that bottleneck.
+        if not further_chunks or total + hops + further_chunks * slowest_transfer >= best.cost:
+            break
+        cap = bottleneck - 1 - bottleneck // CAP_STEPS
+        if cap < slowest_transfer:
+            break
+        stages = [holder.capped(cap) for holder in holders]
+    return best
+
+
+def with_headroom(
+    holders: Sequence[Holder], cuts: Cuts, share: Callable[[int, int, int], int], further_chunks: int
+) -> Cuts:
+    """Of all cuts as quick as `cuts`, those whose fullest node is least full.
+
+    Args:
+        holders: in pipeline order.
+        cuts: the quickest.
+        share: what a stage (its place in the order, start, end) takes of its node's free memory, in parts of FULL.
+        further_chunks: as for `quickest_cuts`.
+    """
+    # Where the bottleneck counts, no chunk may take longer than with the quickest cuts.
+    stages = [holder.capped(cuts.bottleneck) for holder in holders] if further_chunks else list(holders)
+    base = _least_sum(stages)
+    assert base is not None, "the quickest cuts are among them"
+    positions = cuts.positions
+    fullest = max(share(place, a, b) for place, (a, b) in enumerate(pairwise(positions)))
+    low, high = 0, -(-fullest * SHARE_STEPS // FULL)
+    while high - low > 1:
+        middle = (low + high) // 2
+        limit = middle * FULL // SHARE_STEPS
+        found = _least_sum([_within(holder, place, share, limit) for place, holder in enumerate(stages)])
+        if found is not None and found[0] == base[0]:
+            positions, high = found[1], middle
+        else:
+            low = middle
+    return replace(cuts, positions=positions)
+
+
+def chain_cost(holders: Sequence[Holder], positions: Sequence[int], hops: int, slowest_transfer: int, k: int) -> int:
+    """J of given cuts, whether they fit or not; `k` further chunks."""
+    stages = zip(holders, positions[:-1], positions[1:], strict=True)
+    total = sum(holder.cost(start, end) for holder, start, end in stages)
+    return total + hops + k * max(slowest_transfer, _slowest_chunk(holders, positions))
+
+
+def _slowest_chunk(holders: Sequence[Holder], positions: Sequence[int]) -> int:
+    return max(
+        holder.chunk_cost(start, end) for holder, start, end in zip(holders, positions[:-1], positions[1:], strict=True)
+    )
+
+
+def _least_sum(holders: Sequence[Holder]) -> tuple[int, tuple[int, ...]] | None:
+    """(least sum of the stages, its positions); None if none fit."""
+    last = len(holders[0].run) - 1
+    if len(holders) == 1:
+        cost = alone(holders[0])
+        return (cost, (0, last)) if cost < NEVER else None
+    rows: list[Row] = [first_row(holders[0])]
+    for holder in holders[1:-1]:
+        rows.append(grow(rows[-1], holder))
+    rest = last_row(holders[-1])
+    total = joined(rows[-1], rest)
+    if total >= NEVER:
+        return None
+    # Of equal ones the later cut.
+    position = max(at for at in range(last + 1) if rows[-1][at] + rest[at] == total)
+    positions = [last, position]
+    for stage in range(len(holders) - 2, 0, -1):
+        holder, row = holders[stage], rows[stage - 1]
+        starts = range(min(position - 1, holder.latest_start[position]), holder.earliest_start[position] - 1, -1)
+        wanted = rows[stage][position]
+        position = next(at for at in starts if row[at] + holder.cost(at, position) == wanted)
+        positions.append(position)
+    return total, (*reversed([*positions, 0]),)
+
+
+def _within(holder: Holder, place: int, share: Callable[[int, int, int], int], limit: int) -> Holder:
+    """`holder`, but for stages that take more than `limit` of the free memory."""
+    latest: list[int] = []
+    end = 0
+    for start, furthest_end in enumerate(holder.latest):
+        end = max(end, start)
+        while end < furthest_end and share(place, start, end + 1) <= limit:
+            end += 1
+        latest.append(min(end, furthest_end))
+    return replace(holder, latest=tuple(latest))

@@ -1,0 +1,73 @@
+"""Costs of unfinished pipelines, as rows: the least J of layers `[0, p)` over its stages so far, for each position p.
+
+One more stage turns a row into the next: `next[e] = min over s of row[s] + cost of a stage [s, e)`. A
+stage's cost is a difference of sums, and what fits is a window of starts that slides as e grows, so the
+minimum is a sliding one: O(positions) for each stage, not its square.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from operator import add
+
+from meshinfer.planning.holders import Holder
+
+NEVER = 1 << 120
+"""More than any cost, and more than a few of them together."""
+
+Row = list[int]
+
+
+def first_row(holder: Holder) -> Row:
+    """One stage, which starts at the first layer and is not the last."""
+    last = len(holder.run) - 1
+    once = holder.once + holder.first_once
+    near, far = holder.soonest[0], min(holder.latest[0], last - 1)
+    row = [NEVER] * (last + 1)
+    row[near : far + 1] = [cost + once for cost in holder.run[near : far + 1]]
+    return row
+
+
+def grow(row: Row, holder: Holder) -> Row:
+    """One stage more, which is not the last."""
+    last = len(holder.run) - 1
+    run, earliest, latest = holder.run, holder.earliest_start, holder.latest_start
+    once = holder.once
+    following = [NEVER] * (last + 1)
+    window: deque[tuple[int, int]] = deque()
+    pushed = 0
+    for end in range(1, last):
+        while pushed <= latest[end]:
+            if row[pushed] < NEVER:
+                value = row[pushed] - run[pushed]
+                while window and window[-1][0] >= value:
+                    window.pop()
+                window.append((value, pushed))
+            pushed += 1
+        while window and window[0][1] < earliest[end]:
+            window.popleft()
+        if window:
+            following[end] = window[0][0] + run[end] + once
+    return following
+
+
+def last_row(holder: Holder) -> Row:
+    """From each position on, one stage that is the last, but not the first."""
+    last = len(holder.run) - 1
+    run = holder.run
+    once = holder.once + holder.last_once + run[last]
+    row = [NEVER] * (last + 1)
+    for start in range(max(1, holder.earliest_start[last]), holder.latest_start[last] + 1):
+        row[start] = once - run[start]
+    return row
+
+
+def joined(row: Row, rest: Row) -> int:
+    """The least cost of a pipeline whose first stages are `row` and whose last are `rest`, but for the hop between."""
+    return min(map(add, row, rest))
+
+
+def alone(holder: Holder) -> int:
+    """The cost of one stage that holds everything; NEVER if it cannot."""
+    last = len(holder.run) - 1
+    return holder.cost(0, last) if holder.allows(0, last) else NEVER
