@@ -15,6 +15,7 @@ from trio import TaskStatus
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.membership import OthersDoNot, OthersReach
+from meshinfer.mesh.prober import FOR_ANOTHER
 from meshinfer.transport.base import Transport
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import PING, PING_FOR_ME, PingedForYou, PingForMe
@@ -99,7 +100,7 @@ class IndirectProbes:
         # Only neighbours: nobody makes this node dial, or look for, anyone.
         if target in self._transport.peers():
             try:
-                reached = await self._transport.call(target, PING, b"relay", PING_SECONDS) == b"relay"
+                reached = await self._transport.call(target, PING, FOR_ANOTHER, PING_SECONDS) == FOR_ANOTHER
             except MeshinferError:
                 reached = False
         return encode(PingedForYou(reached))

@@ -1,4 +1,9 @@
-"""How far away are the neighbours, and do they answer: one small ping to each, every half second.
+"""How far away are the neighbours, and do they answer: a small ping to whoever was not heard for half a second.
+
+A ping that comes in is a sign of life as good as an answer, so two neighbours take turns: who was pinged last
+waits a little shorter and is the next to ping. One crosses each pair every half second, and each end measures
+once a second. Being heard only puts a ping off, for a second at most, and never while one has no answer: it
+is on answers alone that membership judges, since the way there may be broken when the way back is not.
 
 Smoothing is that of RFC 6298, on which the internet's timers rest: `srtt += (rtt − srtt)/8`, and the
 mean deviation with a quarter. Pings overlap: each waits two seconds for its answer while the next
@@ -29,17 +34,56 @@ from meshinfer.topology.link import Link
 from meshinfer.transport.base import Transport
 from meshinfer.wire.messages import PING
 
-PING_INTERVAL_SECONDS = 0.5
+SILENCE_SECONDS = 0.5
 """Halving it doubles probe traffic and finds silence a quarter second sooner."""
+TURN_SECONDS = 0.05
+"""By how much sooner it is the turn of the one who was pinged last. More than jitter, or both ping."""
+PING_AT_LEAST_SECONDS = 1.1
+"""Whatever is heard. A little more than the two turns, or they would never be taken."""
 PING_DEADLINE_SECONDS = 2.0
 """At most four pings to a neighbour are under way."""
 LOSS_WINDOW = 40
-"""Pings that `loss` looks back on: 20 s."""
+"""Pings that `loss` looks back on: 40 s."""
 STEADY_SHARE = 0.2
+FOR_ANOTHER = b"for another"
+"""What an indirect probe carries: it is no turn of the one who sends it."""
 WARM_UP_ANSWERS = 2
 """The first ping pays for opening a stream (3 ms and more), often beside a start that keeps the machine busy: 67 ms were
 seen where 2 ms are true. So it is shown until there is another, and then counts no more."""
 MAX_RTT_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class Turns:
+    """When to ping one neighbour next. Pure."""
+
+    heard: float
+    """When it last gave a sign of life."""
+    goes_first: bool
+    """Of two whose pings crossed, or they would ping in step for ever. True at one end and False at the other."""
+    sent: float = -float("inf")
+    """When the last ping left."""
+    unanswered: bool = False
+    """The last ping."""
+    is_ours: bool = False
+    """It pinged last, so the next one is ours."""
+
+    def due(self) -> float:
+        if self.unanswered:
+            return self.sent + SILENCE_SECONDS
+        turn = self.heard + SILENCE_SECONDS - (TURN_SECONDS if self.is_ours else 0)
+        return min(turn, self.sent + PING_AT_LEAST_SECONDS)
+
+    def pinging(self, now: float) -> None:
+        self.sent, self.unanswered, self.is_ours = now, True, False
+
+    def answered(self, now: float) -> None:
+        self.heard, self.unanswered = now, False
+
+    def pinged(self, now: float) -> None:
+        """By the neighbour."""
+        self.heard = now
+        self.is_ours = self.goes_first or not self.unanswered
 
 
 class LinkEstimate:
@@ -106,10 +150,12 @@ class Prober:
         self._nursery: trio.Nursery | None = None
         self._probing: dict[NodeId, trio.CancelScope] = {}
         """All and only neighbours that are pinged now."""
+        self._turns: dict[NodeId, Turns] = {}
+        """Likewise."""
         self._estimates: dict[NodeId, LinkEstimate] = {}
         """Of those and of members whose connection is being replaced: a re-dial does not make a link unknown."""
         self._sent = self._answered = 0
-        transport.serve(PING, _echo)
+        transport.serve(PING, self._echo)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as self._nursery:
@@ -121,6 +167,7 @@ class Prober:
         assert self._nursery is not None
         if peer not in self._probing:
             scope = self._probing[peer] = trio.CancelScope()
+            self._turns[peer] = Turns(trio.current_time() - SILENCE_SECONDS, self._transport.node_id < peer)
             self._nursery.start_soon(self._probe, peer, scope, name=f"probe {peer}")
 
     def ping_now(self, peer: NodeId) -> None:
@@ -130,6 +177,7 @@ class Prober:
 
     def stop(self, peer: NodeId) -> None:
         """Its connection is gone."""
+        self._turns.pop(peer, None)
         scope = self._probing.pop(peer, None)
         if scope is not None:
             scope.cancel()
@@ -154,12 +202,17 @@ class Prober:
 
     async def _probe(self, peer: NodeId, scope: trio.CancelScope) -> None:
         count = 0
+        turns = self._turns[peer]
         with scope:
             async with trio.open_nursery() as nursery:
                 while True:
+                    if (due := turns.due()) > trio.current_time():
+                        await trio.sleep_until(due)  # it may be later by then
+                        continue
                     count += 1
+                    turns.pinging(trio.current_time())
                     nursery.start_soon(self._ping, peer, count.to_bytes(8, "big"))
-                    await trio.sleep(PING_INTERVAL_SECONDS)
+                    await trio.lowlevel.checkpoint()
 
     async def _ping(self, peer: NodeId, payload: bytes) -> None:
         sent = trio.current_time()
@@ -177,9 +230,12 @@ class Prober:
             estimate.lost()
             return
         self._answered += 1
+        self._turns[peer].answered(now)
         estimate.answered(now - sent, now)
         self._on_event(PingAnswered(peer))
 
-
-async def _echo(_caller: NodeId, payload: bytes) -> bytes:
-    return payload[:64]
+    async def _echo(self, caller: NodeId, payload: bytes) -> bytes:
+        turns = self._turns.get(caller)
+        if turns is not None and payload != FOR_ANOTHER:
+            turns.pinged(trio.current_time())
+        return payload[:64]

@@ -57,6 +57,8 @@ CALLS_WAITING = 64
 HANDLER_SECONDS = 120.0
 """No caller waits that long; a handler that does holds a slot for nobody."""
 MAX_METHOD_BYTES = 64
+READ_BYTES = 64 * 1024
+"""At once: more than most frames have, and what one record of the library's holds."""
 
 REQUEST, ANSWER, FAILURE = 1, 2, 3
 _HEADER = struct.Struct(">IBI")
@@ -72,6 +74,25 @@ class Stream(Protocol):
     async def read(self, n: int | None = None) -> bytes: ...
 
     async def write(self, data: bytes) -> None: ...
+
+
+class Buffered:
+    """A stream that is read in large pieces: a small frame costs one read below, not one for each of its parts."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._waiting = bytearray()
+
+    async def read(self, n: int | None = None) -> bytes:
+        if not self._waiting:
+            self._waiting += await self._stream.read(READ_BYTES)
+        count = len(self._waiting) if n is None else n
+        piece = bytes(self._waiting[:count])
+        del self._waiting[:count]
+        return piece
+
+    async def write(self, data: bytes) -> None:
+        await self._stream.write(data)
 
 
 def encode_frame(kind: int, number: int, body: bytes) -> bytes:
@@ -132,7 +153,7 @@ class CallLine:
     """One open stream for calls to one peer."""
 
     def __init__(self, peer: NodeId, stream: Stream) -> None:
-        self._peer, self._stream = peer, stream
+        self._peer, self._stream = peer, Buffered(stream)
         self._outbox, self._to_write = trio.open_memory_channel[bytes](_OUTBOX_FRAMES)
         self._waiting: dict[int, _Waiting] = {}
         """All and only calls whose caller still waits."""
@@ -247,6 +268,7 @@ class CallServer:
             ProtocolError, EOFError, or whatever the stream raises: the caller resets it.
         """
         outbox, to_write = trio.open_memory_channel[bytes](_OUTBOX_FRAMES)
+        stream = Buffered(stream)
         # Closing our end first makes handlers that outlive the stream find that nobody listens.
         with to_write:
             async with trio.open_nursery() as nursery:

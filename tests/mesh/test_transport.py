@@ -24,12 +24,13 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.stream.exceptions import StreamEOF, StreamError
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
 from libp2p.security.security_multistream import SecurityMultistream
+from libp2p.stream_muxer.yamux.yamux import TYPE_WINDOW_UPDATE, Yamux
 
 from meshinfer.base.errors import BadInput, DeadlineExceeded, MeshinferError, PeerLost, ProtocolError
 from meshinfer.base.ids import NodeId
 from meshinfer.transport import addresses
 from meshinfer.transport.addresses import dialable_hosts, format_address, parse_address
-from meshinfer.transport.base import GossipReceived, PeerConnected, PeerDisconnected
+from meshinfer.transport.base import MAX_CALL_BYTES, GossipReceived, PeerConnected, PeerDisconnected
 from meshinfer.transport.home_lock import one_agent
 from meshinfer.transport.libp2p import hardening
 from meshinfer.transport.libp2p.connections import CountedTcp
@@ -579,3 +580,27 @@ async def test_starting_can_be_cancelled_anywhere(nodes: Nodes, checkpoints):
                 await trio.lowlevel.checkpoint()
             scope.cancel()
     await nodes.start("home")
+
+
+async def test_small_messages_are_not_each_acknowledged_and_large_ones_never_wait_for_it(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+):
+    """An acknowledgement of the muxer's per read was a third of what two idle nodes said to each other."""
+    sent: list[int] = []
+    write_frame = Yamux._write_frame
+
+    async def counted(self: Yamux, frame: bytes) -> None:
+        sent.append(frame[1])
+        await write_frame(self, frame)
+
+    monkeypatch.setattr(Yamux, "_write_frame", counted)
+    one, other = await nodes.start("one"), await nodes.start("other")
+    await connect(one, other)
+    with trio.fail_after(PATIENCE_SECONDS):
+        await one.call(other.node_id, "echo", b"opens the line", PATIENCE_SECONDS)
+        sent.clear()
+        for _ in range(200):
+            await one.call(other.node_id, "echo", b"small", PATIENCE_SECONDS)
+        assert sent.count(TYPE_WINDOW_UPDATE) < 40, "gossip may have begun beside it"
+        for _ in range(20):  # twenty windows each way
+            assert len(await one.call(other.node_id, "echo", bytes(MAX_CALL_BYTES), PATIENCE_SECONDS)) == MAX_CALL_BYTES

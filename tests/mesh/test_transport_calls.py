@@ -19,6 +19,7 @@ from meshinfer.transport.calls import (
     FAILURE,
     MAX_METHOD_BYTES,
     REQUEST,
+    Buffered,
     CallLine,
     CallServer,
     encode_frame,
@@ -59,6 +60,24 @@ async def test_a_frame_arrives_whole_one_byte_at_a_time():
     await caller.close()
     with pytest.raises(EOFError):
         await read_frame(answering)
+
+
+async def test_many_small_frames_cost_one_read():
+    caller, answering = streams()
+    reads = 0
+    read = answering.read
+
+    async def counted(n: int | None = None) -> bytes:
+        nonlocal reads
+        reads += 1
+        return await read(n)
+
+    answering.read = counted
+    await caller.write(b"".join(encode_request(number, "method", b"payload") for number in range(50)))
+    buffered = Buffered(answering)
+    for number in range(50):
+        assert await read_frame(buffered) == (REQUEST, number, b"\x06methodpayload")
+    assert reads == 1
 
 
 @pytest.mark.parametrize(

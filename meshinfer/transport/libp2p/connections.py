@@ -15,8 +15,8 @@ the oldest, so honest peers, who need 10 ms, come through however many slow ones
 `upgrade_security` of libp2p's own upgrader is replaced by the one that demands the proof, and the
 swarm has no transport to dial with, so there is no way around.
 
-Once up, a connection from which nothing came for a second is pinged, and closed when nothing comes
-for 2 more: a process that is stopped, or a laptop that is gone, never closes its sockets itself.
+Once up, a connection from which nothing came for a while is pinged, and closed when nothing comes
+for 2 seconds more: a process that is stopped, or a laptop that is gone, never closes its sockets itself.
 Whoever gossips is heard and needs no ping, and a busy peer that sends anything at all is alive. (The
 library's own monitor pings always, one connection after another, so that two dead ones delay each
 other.) Closing takes the socket first: libp2p's polite way waits for a lock that a stuck writer holds.
@@ -55,6 +55,9 @@ STRANGER_BYTES = 16 * 1024
 PENDING_PER_HOST, PENDING = 32, 256
 CONNECTIONS_PER_PEER = 3
 """Two dial each other at the same moment: two. One more for a new one while an old one is dying."""
+SPARE_PATIENCE = 10
+"""An older connection beside the one that calls go over is pinged so much more seldom: two nodes that dialled each
+other at the same moment keep both."""
 LARGEST_READ = 64 * 1024
 _LOGGED_STRANGERS = 256
 
@@ -88,7 +91,7 @@ class CountedTcp(TrioTCPStream):
         await trio.aclose_forcefully(self.stream)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True)
 class Link:
     """A connection to a member."""
 
@@ -226,7 +229,8 @@ class Connections:
         try:
             while not conn.is_closed:
                 heard = link.tcp.bytes_read
-                with trio.move_on_after(self._silence_seconds):
+                is_newest = self.of(link.peer)[-1:] == [link]
+                with trio.move_on_after(self._silence_seconds * (1 if is_newest else SPARE_PATIENCE)):
                     await conn.event_closed.wait()
                 if link.tcp.bytes_read > heard or conn.is_closed:
                     continue

@@ -54,6 +54,7 @@ from meshinfer.transport.calls import CallLine, CallServer, check_request
 from meshinfer.transport.libp2p.connections import Admission, Connections, Link, listening_on, open_listeners
 from meshinfer.transport.libp2p.gossip import make_gossip, received, topic_of
 from meshinfer.transport.libp2p.hardening import (
+    acknowledge_seldom,
     check_names,
     harden_host,
     harden_pubsub,
@@ -86,8 +87,9 @@ class Libp2pSettings:
     """0: any free port."""
     include_loopback: bool = False
     """Announce loopback addresses too: several agents on one machine."""
-    silence_seconds: float = 1.0
-    """A peer that was not heard for this long is pinged. Halving it doubles the pings (3 ms of CPU each)."""
+    silence_seconds: float = 1.5
+    """A peer that was not heard for this long is pinged. Membership hears from each neighbour every second and more
+    often, and is the one to notice; below that, this would ping beside it (3 ms of CPU each)."""
     ping_timeout_seconds: float = 2.0
     """How long it may take to say anything then. Raising it finds a stopped one later; lowering it drops busy ones."""
 
@@ -355,6 +357,7 @@ class Libp2pTransport:
                 await self._host.multiselect_client.select_one_of(
                     [CALLS], MultiselectCommunicator(stream), OPEN_STREAM_SECONDS
                 )
+                acknowledge_seldom(stream)
                 opening.line = CallLine(peer, stream)
             if opening.line is None:
                 # A write was cut off, so nothing that follows on this connection can be decrypted.

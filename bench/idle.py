@@ -1,0 +1,154 @@
+"""What an idle agent costs: CPU, memory, file descriptors, threads and bytes on the wire, over some minutes.
+
+    python bench/idle.py [--seconds 60] [--nodes 3]
+
+An agent that serves nobody still pings (one small call crosses each pair of neighbours every half second, so that a
+closed lid is in doubt within one), says every two seconds that it is there, and looks whether its own loop runs. What
+limits it is Python: each small message through call, Yamux, Noise and trio takes 0.15 to 0.3 ms at each end.
+
+Predicted, per agent with n neighbours and second: 2n ping messages out or in and as many answers, n/2 announcements in,
+checked twice (5 ms each, the library's part is most of it), a dozen timers. For n = 2: 2 + 5 + 2 ms, 1 % of a core.
+Memory is read after a warm-up and again at the end; its slope is told per hour, and means little under ten minutes.
+
+Last line: the result as JSON. Nothing here is a gate: see docs/log for what was measured when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "e2e"))
+
+from mesh import room
+
+WARM_UP_SECONDS = 20.0
+"""Imports, first gossip, garbage collections: not what idling costs."""
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One agent at one moment."""
+
+    at: float
+    cpu_seconds: float
+    rss_bytes: int
+    file_descriptors: int
+    threads: int
+    wire_bytes: int | None
+    """Sent over TCP by its connections that are open now; None where that cannot be asked (no `ss`)."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """One agent over the whole time."""
+
+    name: str
+    cpu_percent_of_core: float
+    rss_mib: float
+    rss_mib_per_hour: float
+    file_descriptors: int
+    file_descriptors_grown: int
+    threads: int
+    threads_grown: int
+    wire_bytes_per_second: float | None
+
+
+def sample(pid: int) -> Sample:
+    process = psutil.Process(pid)
+    with process.oneshot():
+        cpu = process.cpu_times()
+        return Sample(
+            time.monotonic(),
+            cpu.user + cpu.system,
+            process.memory_info().rss,
+            process.num_fds(),
+            process.num_threads(),
+            wire_bytes(pid),
+        )
+
+
+def wire_bytes(pid: int) -> int | None:
+    if shutil.which("ss") is None:
+        return None
+    listing = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=False).stdout
+    total = 0
+    for line in listing.splitlines():
+        if f"pid={pid}," in line:
+            total += sum(int(word[11:]) for word in line.split() if word.startswith("bytes_sent:"))
+    return total
+
+
+def compare(name: str, first: Sample, last: Sample) -> Idle:
+    seconds = last.at - first.at
+    wire = None
+    if first.wire_bytes is not None and last.wire_bytes is not None:
+        wire = round((last.wire_bytes - first.wire_bytes) / seconds, 1)
+    return Idle(
+        name,
+        cpu_percent_of_core=round(100 * (last.cpu_seconds - first.cpu_seconds) / seconds, 2),
+        rss_mib=round(last.rss_bytes / 2**20, 1),
+        rss_mib_per_hour=round((last.rss_bytes - first.rss_bytes) / 2**20 * 3600 / seconds, 2),
+        file_descriptors=last.file_descriptors,
+        file_descriptors_grown=last.file_descriptors - first.file_descriptors,
+        threads=last.threads,
+        threads_grown=last.threads - first.threads,
+        wire_bytes_per_second=wire,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--nodes", type=int, default=3, choices=range(1, len(NAMES) + 1))
+    parser.add_argument("--warm-up", type=float, default=WARM_UP_SECONDS)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        store = Path(directory) / "store"
+        store.mkdir()
+        names = NAMES[: chosen.nodes]
+        with room(Path(directory), store, names) as here:
+            pids = {name: here.agents[name].process.pid for name in names}
+            print(f"{chosen.nodes} agents: {pids}; warm-up {chosen.warm_up:g} s, then {chosen.seconds:g} s", flush=True)
+            time.sleep(chosen.warm_up)
+            first = {name: sample(pid) for name, pid in pids.items()}
+            psutil.cpu_percent(interval=None)
+            time.sleep(chosen.seconds)
+            load = psutil.cpu_percent(interval=None)
+            for name, agent in here.agents.items():
+                if agent.process.poll() is not None:
+                    raise SystemExit(f"{name} has ended:\n{agent.log()[-3000:]}")
+            results = [compare(name, first[name], sample(pid)) for name, pid in pids.items()]
+    for result in results:
+        wire = "?" if result.wire_bytes_per_second is None else f"{result.wire_bytes_per_second:.0f}"
+        print(
+            f"{result.name:8} {result.cpu_percent_of_core:5.2f} % of a core, {result.rss_mib:.0f} MiB "
+            f"({result.rss_mib_per_hour:+.1f} an hour), {result.file_descriptors} descriptors "
+            f"({result.file_descriptors_grown:+d}), {result.threads} threads ({result.threads_grown:+d}), "
+            f"{wire} bytes/s out"
+        )
+    print(
+        json.dumps(
+            {
+                "bench": "idle",
+                "seconds": chosen.seconds,
+                "nodes": chosen.nodes,
+                "machine_busy_percent": load,
+                "agents": [asdict(result) for result in results],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
