@@ -56,6 +56,11 @@ class Figure:
         return statistics.median(self._samples) if self._samples else 0.0
 
     @property
+    def samples(self) -> int:
+        """That it rests on."""
+        return len(self._samples)
+
+    @property
     def in_doubt(self) -> bool:
         """The last sample disagrees with the rest: another one would tell whether the link has changed."""
         *older, last = self._samples or (0.0,)

@@ -24,7 +24,8 @@ from meshinfer.transport.arrivals import Arrivals
 def known(now: float = 0.0, rate: float = 1e8) -> Path:
     path = Path()
     path.answered(1e-3, 1e-5, now)
-    path.carried(rate, rate, now)
+    for _ in range(3):
+        path.carried(rate, rate, now)
     return path
 
 
@@ -38,6 +39,19 @@ def test_bursts_wait_for_idle_machines_and_a_budget():
     path.answered(1e-3, 1e-5, 0.0)
     assert next_job({"a": path}, "a", 1.0, may_burst=False) is None
     assert next_job({"a": path}, "a", 1.0, may_burst=True) == Job("a", "bursts")
+
+
+def test_the_first_bursts_are_confirmed_soon():
+    path = Path()
+    path.answered(1e-3, 1e-5, 0.0)
+    now, times = 0.0, []
+    while len(times) < 4:
+        if next_job({"a": path}, "a", now, may_burst=True) == Job("a", "bursts"):
+            times.append(now)
+            path.carried(1e8, 1e8, now)
+        now += 5.0
+        path.answered(1e-3, 1e-5, now)
+    assert times == [0.0, 20.0, 80.0, 80.0 + BURSTS_SECONDS]
 
 
 def test_real_frames_make_bursts_needless():
