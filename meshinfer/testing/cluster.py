@@ -32,7 +32,7 @@ from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Finished, Generated, GenerateRequest
 from meshinfer.serving.service import Serving
 from meshinfer.serving.view import Instance
-from meshinfer.testing.cards import MODEL_ID, model_card, node_card
+from meshinfer.testing.cards import model_card, node_card
 from meshinfer.testing.engine import FakeFabric, FakeSpeed
 from meshinfer.testing.network import SimNetwork, SimTransport
 from meshinfer.testing.probes import SimProbes, Truth
@@ -84,17 +84,19 @@ class Cluster:
         *,
         memory_bytes: int = 48 * MIB,
         model: ModelCard | None = None,
+        others: Sequence[ModelCard] = (),
         speed: FakeSpeed | None = None,
         truth: Truth | None = None,
     ) -> None:
         """Nodes have `memory_bytes` each; by default `model` (64 MiB in 8 layers) needs two of them.
 
-        With `truth` about links they are probed, too.
+        Every node has the files of `others`, too. With `truth` about links they are probed.
         """
         self.network = SimNetwork(rng)
         self.probes = SimProbes(truth, rng) if truth else None
         self.fabric = FakeFabric(self.network, speed)
         self.model = model or model_card(layer_bytes=(8 * MIB,) * 8)
+        self.models = {card.model_id: card for card in (self.model, *others)}
         self.nodes: list[SimNode] = []
         """Those that were started, the killed ones too, in order."""
         self._rng = rng
@@ -122,13 +124,12 @@ class Cluster:
         home.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - a simulation may block
         transport = self.network.add(name)
         seeds = self.nodes[0].transport.addresses() if self.nodes else ()
-        held = HeldModel(self.model.model_id, self.model.digest, 1)
         card = replace(
             node_card(name, self._memory_bytes, holds=()),
             node_id=transport.node_id,
             name=name,
             addresses=transport.addresses(),
-            models=(held,),
+            models=tuple(HeldModel(model.model_id, model.digest, 1) for model in self.models.values()),
         )
         own_card = OwnCard(card, home)
         probes = self.probes.of(transport.node_id) if self.probes else None
@@ -181,18 +182,25 @@ class Cluster:
         return trio.current_time() - start
 
     def request(
-        self, prompt: Sequence[int], tokens: int, seed: int = 7, deadline_seconds: float = 60.0
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        seed: int = 7,
+        deadline_seconds: float = 60.0,
+        *,
+        model_id: ModelId | None = None,
+        workload: Workload = WORKLOAD,
     ) -> GenerateRequest:
-        """A request for `tokens` tokens of the cluster's model."""
+        """A request for `tokens` tokens of the cluster's (first) model."""
         self._requests += 1
         return GenerateRequest(
             session_id=SessionId(f"{self._requests:032x}"),
-            model_id=self.model.model_id,
+            model_id=model_id or self.model.model_id,
             prompt_ids=tuple(prompt),
             max_new_tokens=tokens,
             stop_token_ids=(),
             sampling=Sampling(seed=seed),
-            workload=WORKLOAD,
+            workload=workload,
             deadline_seconds=deadline_seconds,
         )
 
@@ -230,7 +238,8 @@ class Cluster:
         files = (ModelFile("config.json", 1, "0" * 64),)
 
         def local(model_id: ModelId) -> ModelInfo | None:
-            return ModelInfo(self.model, files) if model_id == MODEL_ID else None
+            card = self.models.get(model_id)
+            return ModelInfo(card, files) if card else None
 
         def announce(seats: tuple[SeatReport, ...], placements: tuple[Placement, ...], promised_bytes: int) -> None:
             own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes)

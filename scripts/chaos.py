@@ -1,0 +1,231 @@
+"""Chaos, the long run: every scenario many times, what churn costs, and a table of it in docs/log/.
+
+    ./scripts/chaos                                   all of it: an hour and more
+    ./scripts/chaos --real-runs 0                     simulation only
+    ./scripts/chaos --only "kill middle" --seed 7     one run again, with the agents' log
+
+What limits what: in the simulation a pause is made of what the protocol waits for (a broken channel: nothing;
+a silent node: two seconds) and of what loading and reading the prompt again are said to take. On real agents it
+is made of those and of this machine: all agents, all runners and this script share its cores, so pauses there
+say what a small machine does with everything on it, not what laptops do.
+
+Exit code 0 only if every promise held in every run. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import platformdirs
+import psutil
+
+from meshinfer.base.errors import MeshinferError
+from meshinfer.models.pull import pull
+from meshinfer.models.store import ModelStore
+from meshinfer.testing import chaos_agents, chaos_room, churn
+from meshinfer.testing.chaos import Outcome, Scenario, percentile, scenarios
+
+FAILURE_RATES = (0.0, 1e-4, 1e-3, 1e-2)
+LENGTHS = (128, 1024)
+REAL_AGENTS = 3
+"""With two seats and one agent to spare. More agents than cores measure the cores."""
+
+
+@dataclass
+class Row:
+    scenario: Scenario
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    crashed: list[str] = field(default_factory=list[str])
+    """Runs that could not be played to their end: bugs of ours or of this harness."""
+
+    def cells(self) -> str:
+        first = [outcome.answers[0] for outcome in self.outcomes]
+        pauses = [answer.pause_seconds for answer in first]
+        recompute = [outcome.recompute_seconds for outcome in self.outcomes]
+        everyone = [answer for o in self.outcomes for answer in o.answers if not answer.origin_was_lost]
+        good = sum(answer.succeeded for answer in everyone)
+        kept = sum(not outcome.violations for outcome in self.outcomes)
+        runs = len(self.outcomes) + len(self.crashed)
+        tokens = sum(outcome.recomputed_tokens for outcome in self.outcomes) / max(1, len(self.outcomes))
+        return (
+            f"| {self.scenario.name} | {runs} | {kept}/{runs} | {100 * good / max(1, len(everyone)):.0f} % "
+            f"| {percentile(pauses, 0.5):.2f} | {percentile(pauses, 0.95):.2f} "
+            f"| {percentile(recompute, 0.95):.2f} | {tokens:.0f} |"
+        )
+
+
+HEADER = (
+    "| fault | runs | all promises kept | clients answered | pause p50 s | p95 s | of which recompute p95 s | tokens "
+    "recomputed |\n|---|---|---|---|---|---|---|---|"
+)
+
+
+class Report:
+    """What goes to the screen and to the file, in the same order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str = "") -> None:
+        self.lines.append(text)
+        print(text, flush=True)
+
+
+def play_all(
+    chosen: Iterable[Scenario], seeds: Iterable[int], play: Callable[[Scenario, int], Outcome], report: Report
+) -> list[Row]:
+    rows: list[Row] = []
+    seeds = tuple(seeds)
+    report.say(HEADER)
+    for scenario in chosen:
+        row = Row(scenario)
+        for seed in seeds:
+            try:
+                outcome = play(scenario, seed)
+            except Exception as error:  # noqa: BLE001 - one run that cannot be played must not end the others
+                row.crashed.append(f"{error!r}")
+                print(f"  crashed: {scenario.name!r} --seed {seed}: {error!r}"[:2000], file=sys.stderr, flush=True)
+                continue
+            row.outcomes.append(outcome)
+            for violation in outcome.violations:
+                print(f"  {outcome.replay}\n    {violation}", file=sys.stderr, flush=True)
+        rows.append(row)
+        report.say(row.cells())
+    return rows
+
+
+def failure_rates(report: Report, seeds: int) -> None:
+    report.say("\n## One answer while stages fail: steps a second\n")
+    report.say(
+        "Three stages; after each step of each stage its runner dies (SIGKILL) with the given probability, and is made "
+        f"again where it was, or elsewhere if it dies again. Virtual time, exact engine; stated speeds: {chaos_room.SPEED}. "
+        f"Mean of {seeds} seeds; 'starting over' is a client that asks again from the first token; 0: not one answer came "
+        f"to its end in {churn.GIVE_UP_SECONDS:.0f} s.\n"
+    )
+    rates = " | ".join(f"{rate:g}" for rate in FAILURE_RATES)
+    report.say(f"| tokens | | {rates} |\n|---|---|{'---|' * len(FAILURE_RATES)}")
+    for tokens in LENGTHS:
+        for name, resume in (("meshinfer resumes", True), ("starting over", False)):
+            cells: list[str] = []
+            for rate in FAILURE_RATES:
+                paces = [churn.steps_per_second(rate, tokens, seed, resume=resume) for seed in range(seeds)]
+                assert all(pace.correct for pace in paces)
+                cells.append(f"{sum(pace.steps_per_second for pace in paces) / len(paces):.2f}")
+            report.say(f"| {tokens} | {name} | {' | '.join(cells)} |")
+
+
+def poisson(report: Report) -> bool:
+    report.say("\n## Goodput under Poisson churn\n")
+    report.say(
+        "Eight nodes of which the model needs three, four clients that ask again and again; each node is killed after an "
+        "exponential time of the given mean and restarted 10 s later. A client whose own origin dies asks another.\n"
+    )
+    report.say("| mean life of a node | good tokens/s | answers | errors | lost with their origin | deaths |")
+    report.say("|---|---|---|---|---|---|")
+    fine = True
+    for life in (math.inf, 300.0, 60.0):
+        found = churn.goodput(life, 1)
+        fine = fine and not found.wrong
+        errors = ", ".join(f"{count} {code}" for code, count in sorted(found.errors.items())) or "none"
+        report.say(
+            f"| {'no churn' if math.isinf(life) else f'{life:.0f} s'} | {found.tokens_per_second:.1f} | {found.answers} "
+            f"({found.wrong} wrong) | {errors} | {found.with_their_origin} | {found.deaths} |"
+        )
+    return fine
+
+
+def unrelated(report: Report) -> None:
+    report.say("\n## A request on other nodes\n")
+    without = [gap for seed in range(5) for gap in churn.gaps(seed, failure=False)]
+    beside = [gap for seed in range(5) for gap in churn.gaps(seed, failure=True)]
+    report.say(
+        f"Inter-token p99 of an answer while a node of another model's instance is killed (virtual time): "
+        f"{1000 * percentile(beside, 0.99):.1f} ms; without the failure {1000 * percentile(without, 0.99):.1f} ms."
+    )
+
+
+def real(report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], *, namespaces: bool) -> list[Row]:
+    store = platformdirs.user_cache_path("meshinfer", appauthor=False) / "test-assets" / "models"
+    try:
+        pull(chaos_agents.MODEL, ModelStore(store), lambda _: None)
+    except MeshinferError as error:
+        report.say(f"Skipped: the small model cannot be had: {error}")
+        return []
+    playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, namespaces=namespaces)]
+    if namespaces:
+        playable = [scenario for scenario in playable if not chaos_agents.can_play(scenario, namespaces=False)]
+    load = os.getloadavg()[0]
+    report.say(
+        f"{REAL_AGENTS} agents, {chaos_agents.MODEL} over two of them, {psutil.cpu_count()} cores for everything, load "
+        f"{load:.1f} when it began. Clients read server-sent events over HTTP; times are those of their characters.\n"
+    )
+    with chaos_agents.agent_room(store, REAL_AGENTS, namespaces=namespaces) as room:
+        return play_all(playable, seeds, lambda scenario, seed: chaos_agents.play(room, scenario, seed), report)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Every fault that we claim to survive, many times.")
+    parser.add_argument("--sim-runs", type=int, default=30, help="runs of each scenario in simulation")
+    parser.add_argument("--real-runs", type=int, default=5, help="runs of each scenario on real agents")
+    parser.add_argument("--only", default="", metavar="NAME", help="scenarios whose name contains this; no figures")
+    parser.add_argument("--seed", type=int, help="this one only, with the log")
+    parser.add_argument("--no-figures", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("docs/log"), help="where the table goes")
+    given = parser.parse_args()
+    one = given.seed is not None
+    logging.basicConfig(level=logging.INFO if one else logging.ERROR, format="%(name)s: %(message)s")
+    chosen = [scenario for scenario in scenarios() if given.only in scenario.name]
+    report, began = Report(), time.monotonic()
+    now = datetime.now(UTC)
+    report.say(f"# Chaos, {now:%Y-%m-%d %H:%M} UTC\n")
+    report.say(f"{platform.platform()}, {psutil.cpu_count()} cores, Python {platform.python_version()}. Made by `{' '.join(['./scripts/chaos', *sys.argv[1:]])}`.")  # fmt: skip
+    report.say(
+        "The promises are those of `meshinfer/testing/chaos.py`. A pause is the longest that the first client waited for "
+        "its next token, the first included; a fault that misses it counts as none. 'Clients answered' leaves out those "
+        "whose own origin died."
+    )
+    rows: list[Row] = []
+    fine = True
+    if given.sim_runs:
+        report.say("\n## Simulated agents, exact engine, virtual time\n")
+        rows += play_all(chosen, (given.seed,) if one else range(given.sim_runs), chaos_room.play, report)
+        if not (given.only or given.no_figures):
+            failure_rates(report, seeds=5)
+            fine = poisson(report)
+            unrelated(report)
+    if given.real_runs:
+        seeds = (given.seed,) if one else range(given.real_runs)
+        report.say("\n## Real agents, real small model\n")
+        rows += real(report, chosen, seeds, namespaces=False)
+        report.say("\n## Real agents with a cable each\n")
+        if chaos_agents.namespaces_work():
+            rows += real(report, chosen, seeds, namespaces=True)
+        else:
+            report.say("Skipped: network namespaces need root and iproute2.")
+    runs = sum(len(row.outcomes) + len(row.crashed) for row in rows)
+    broken = sum(bool(outcome.violations) for row in rows for outcome in row.outcomes) + sum(
+        len(r.crashed) for r in rows
+    )
+    report.say(f"\n{runs} runs, {runs - broken} with every promise kept, in {(time.monotonic() - began) / 60:.0f} min.")
+    if not one:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / f"{now:%Y-%m-%d}-chaos.md").write_text("\n".join(report.lines) + "\n")
+    print(json.dumps({"runs": runs, "broken": broken}))
+    return 0 if fine and not broken else 1
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
