@@ -23,6 +23,7 @@ class Progress:
     steps: int = 0
     busy_since: float | None = None
     """Monotonic; None when idle."""
+    busy_tokens: int = 0
     sessions: int = 0
     waiting: int = 0
     active_bytes: int = 0
@@ -31,17 +32,21 @@ class Progress:
     step_seconds: float = 0.0
     tokens: int = 0
 
-    def begin_step(self) -> None:
-        self.busy_since = time.monotonic()
+    def begin_step(self, tokens: int) -> None:
+        self.busy_tokens, self.busy_since = tokens, time.monotonic()
 
     def end_step(self, *, decode: bool) -> None:
         """A step is through this stage."""
         assert self.busy_since is not None
         seconds = time.monotonic() - self.busy_since
-        self.busy_since = None
+        self.be_idle()
         self.steps += 1
         if decode:
             self.step_seconds += (_SMOOTHING if self.step_seconds else 1.0) * (seconds - self.step_seconds)
+
+    def be_idle(self) -> None:
+        """No step is under way: it ended, or its instance did."""
+        self.busy_since, self.busy_tokens = None, 0
 
     def heartbeat(self) -> Heartbeat:
         since = self.busy_since
@@ -55,4 +60,5 @@ class Progress:
             resident_bytes=psutil.Process().memory_info().rss,
             step_seconds=self.step_seconds,
             tokens=self.tokens,
+            busy_tokens=self.busy_tokens,
         )

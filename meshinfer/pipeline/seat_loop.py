@@ -121,6 +121,7 @@ class SeatLoop:
         """Work until the agent wants these layers to be another epoch's seat; nothing is held for this one then."""
         if self._is_linked:
             self._tell(Linked())
+        self._progress.be_idle()
         try:
             while True:
                 self._work()
@@ -231,7 +232,7 @@ class SeatLoop:
             raise ProtocolError(f"step {frame.step}", expected=f"step {self._step + 1}")
         self._step = frame.step
         control = decode(StepControl, frame.control, MAX_CONTROL_BYTES[frame.kind])
-        self._progress.begin_step()
+        self._progress.begin_step(_tokens_of(control))
         tokens, carried = self._stepper.accept(control, frame.tensors)
         self._compute(frame.step, control, tokens, carried, frame.control, frame.tensors[:1])
 
@@ -243,7 +244,7 @@ class SeatLoop:
 
     def _run_step(self, step: int, control: StepControl, tokens: Any) -> None:
         """The head's own layers."""
-        self._progress.begin_step()
+        self._progress.begin_step(_tokens_of(control))
         if self._last_seat == 0:
             self._compute(step, control, tokens, (), b"", ())
         else:
@@ -291,6 +292,7 @@ class SeatLoop:
         if self._broken:
             return
         self._broken = str(error)
+        self._progress.be_idle()  # a step that could not be passed on
         log.warning("the pipeline is broken: %s", error)
         self._tell(ChannelLost(error.role, error.seat, error.reason[:512]))
         self._drop_sessions(self._broken)
@@ -323,6 +325,10 @@ class SeatLoop:
             progress.sessions = self._tail.sessions
         else:
             progress.sessions = self._stepper.caches.rows
+
+
+def _tokens_of(control: StepControl) -> int:
+    return sum(count for _, _, count in control.rows)
 
 
 def _record_frame(record: RunnerRecord) -> Frame:

@@ -11,6 +11,7 @@ import logging
 import secrets
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import trio
 
@@ -89,6 +90,8 @@ class SeatService:
         )
         self._held: dict[SeatKey, _Held] = {}
         """All and only runners that have been told what to be and are not gone, by what they are now."""
+        self._starting: dict[SeatKey, trio.CancelScope] = {}
+        """All and only seats whose files are being fetched or whose process is being started."""
         self._spares = Spares(ports.start_runner, self._may_keep_spare)
         self.give_way = GiveWay()
         """For who measures this machine: never while a seat is about to load."""
@@ -236,6 +239,8 @@ class SeatService:
         """Stops are waited for (the memory is free afterwards), starts go on in the background."""
         async with trio.open_nursery() as stopping:
             for effect in effects:
+                if isinstance(effect, StopRunner) and (starting := self._starting.get(effect.key)):
+                    starting.cancel()  # a fetch of gigabytes that nobody wants any more
                 if isinstance(effect, StopRunner) and (held := self._held.get(effect.key)):
                     log.info("seat %s: stopping its runner: %s", effect.key, effect.reason)
                     stopping.start_soon(held.runner.stop)
@@ -254,11 +259,19 @@ class SeatService:
             self._ledger.runner_said(key, Loading(done_bytes, total_bytes), trio.current_time())
             self._announce()
 
+        runner: Runner | None = None
+        path: Path | None = None
         try:
-            path = await self._ports.model_path(placement.model_id, fetched)
-            runner = await self.give_way.start(self._spares.take)
+            with trio.CancelScope() as self._starting[key]:
+                path = await self._ports.model_path(placement.model_id, fetched)
+                runner = await self.give_way.start(self._spares.take)
         except (MeshinferError, OSError) as error:
-            await self._perform(self._ledger.fail(key, str(error), trio.current_time()))
+            code = error.code if isinstance(error, MeshinferError) else ""
+            await self._perform(self._ledger.fail(key, str(error), trio.current_time(), code))
+            return
+        finally:
+            del self._starting[key]
+        if runner is None:  # released before there was one
             return
         held = self._held[key] = _Held(key, placement, runner)
         settings = self._ports.settings
@@ -391,6 +404,8 @@ class SeatService:
     async def _refresh_counters(self) -> None:
         while True:
             await trio.sleep(REPORT_SECONDS)
+            if effects := self._ledger.look_at_runners(trio.current_time()):
+                await self._perform(effects)
             self._announce(counters=True)
 
     def _announce(self, *, counters: bool = False) -> None:

@@ -49,6 +49,17 @@ WARM_SECONDS = 20.0
 that comes back from a restart of its agent. Raising it keeps memory from other models."""
 MISSING_GRACE_SECONDS = 2.0
 """A live node's seat may be missing from our view for one gossip period without anything being wrong."""
+SILENT_LOOKS = 5
+"""A runner that said nothing between so many looks, 2 s apart, is frozen: heartbeats come twice a second. Counted in
+looks of ours and not in time, so that a node that slept blames none of its runners on waking."""
+STUCK_FLOOR_SECONDS = 5.0
+STUCK_FACTOR = 5.0
+"""How much longer than usual a step may take. A token of a prompt never takes longer than a step that samples one."""
+STUCK_FIRST_SECONDS = 30.0
+STUCK_FIRST_SECONDS_PER_TOKEN = 0.5
+"""While nothing is usual yet; as patient as the head is with the others (`pipeline.patience`)."""
+STUCK_BEATS = 4
+"""In a row that must say so: a runner that was stopped in mid-step and goes on is through with it in two seconds."""
 REMEMBERED_EPOCHS = 1024
 """Instances whose highest epoch is remembered; one takes about 100 bytes."""
 
@@ -115,6 +126,10 @@ class _Seat:
     """Since when a seat beside it has been missing from the view; None while all are there."""
     linked: bool = False
     loaded: bool = False
+    silent_looks: int = 0
+    """Since its runner's last word."""
+    stuck_beats: int = 0
+    """In a row."""
 
     @property
     def runs(self) -> bool:
@@ -259,7 +274,10 @@ class SeatLedger:
     def runner_said(self, key: SeatKey, message: RunnerMessage, now: float) -> list[SeatEffect]:
         """A runner's message changes its seat."""
         seat = self._seats.get(key)
-        if seat is None or not seat.runs or seat.state == "cut":
+        if seat is None or not seat.runs:
+            return []
+        seat.silent_looks = 0
+        if seat.state == "cut":
             return []
         match message:
             case Listening():
@@ -277,6 +295,9 @@ class SeatLedger:
                 seat.resident_bytes = message.active_bytes
                 seat.sessions = message.sessions + message.waiting
                 seat.step_seconds = message.step_seconds
+                seat.stuck_beats = seat.stuck_beats + 1 if message.busy_seconds > _honest_seconds(message) else 0
+                if seat.stuck_beats >= STUCK_BEATS:
+                    return self.fail(key, f"its runner has been in one step for {message.busy_seconds:.0f} s", now)
             case ChannelLost(role, other, reason):
                 return self._cut(seat, f"the {role} channel with seat {other} broke: {reason}", now)
             case RunnerFailed():
@@ -285,6 +306,16 @@ class SeatLedger:
             seat.state = "ready" if seat.linked else "linking"
         return []
 
+    def look_at_runners(self, now: float) -> list[SeatEffect]:
+        """Give up those that have been silent for `SILENT_LOOKS` calls of this."""
+        effects: list[SeatEffect] = []
+        for seat in list(self._seats.values()):
+            if seat.is_warm:
+                seat.silent_looks += 1
+                if seat.silent_looks > SILENT_LOOKS:
+                    effects += self.fail(seat.key, "its runner lives and says nothing", now)
+        return effects
+
     def fail(self, key: SeatKey, error: str, now: float) -> list[SeatEffect]:
         """The seat cannot go on: free it now, and announce why for a while."""
         seat = self._seats.get(key)
@@ -292,7 +323,7 @@ class SeatLedger:
             return []
         effects: list[SeatEffect] = [StopRunner(key, error)] if seat.runs else []
         seat.state, seat.error, seat.lapses_at = "failed", error[:512], now + FAILED_LINGER_SECONDS
-        seat.promised_bytes = seat.resident_bytes = seat.sessions = 0
+        seat.promised_bytes = seat.resident_bytes = seat.warm_bytes = seat.sessions = 0
         return effects
 
     # --- told by the view and the clock ---------------------------------------------------------
@@ -431,6 +462,13 @@ class SeatLedger:
             step_seconds=round(seat.step_seconds, 4),
             error=seat.error,
         )
+
+
+def _honest_seconds(beat: Heartbeat) -> float:
+    """How long the step that a runner is in may take before something is wrong with it."""
+    if not beat.step_seconds:
+        return STUCK_FIRST_SECONDS + STUCK_FIRST_SECONDS_PER_TOKEN * beat.busy_tokens
+    return max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * beat.step_seconds * max(1, beat.busy_tokens))
 
 
 def coalesced(report: SeatReport) -> SeatReport:

@@ -28,9 +28,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-Deed = Literal["kill", "stop", "kill runner", "hang runner", "cut off", "deafen", "mute", "cut from origin", "split"]
+Deed = Literal[
+    "kill",
+    "stop",
+    "kill runner",
+    "hang runner",
+    "freeze runner",
+    "cut off",
+    "deafen",
+    "mute",
+    "cut from origin",
+    "split",
+]
 """kill: agent and runners die at once. stop: they freeze, and their sockets stay open. kill runner, hang runner: its
-runner alone dies, or computes no more while it goes on to send heartbeats. cut off: nothing passes from or to it;
+runner alone dies, or computes no more while it goes on to send heartbeats. freeze runner: it alone is stopped. cut off: nothing passes from or to it;
 deafen: to it; mute: from it. cut from origin: nothing passes between it and the request's origin, while all others
 reach both (a bridge). split: the mesh falls into the origin with as many others as the model needs, and the rest."""
 Part = Literal["origin", "head", "middle", "last", "planner", "replacement", "holder", "bystander"]
@@ -78,6 +89,7 @@ def scenarios() -> tuple[Scenario, ...]:
     for part in ("head", "middle", "last"):
         found += [Scenario(f"kill runner of {part} at {m}", (Fault("kill runner", part, m),)) for m in moments]
         found.append(Scenario(f"hang runner of {part}", (Fault("hang runner", part),)))
+        found.append(Scenario(f"freeze runner of {part}", (Fault("freeze runner", part),)))
     again = (Fault("kill runner", "middle"), Fault("kill runner", "middle", "repair"))
     found.append(Scenario("kill runner of middle, again during the repair", again))
     for seconds in (2.0, 10.0, 60.0):

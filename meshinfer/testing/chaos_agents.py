@@ -56,7 +56,7 @@ REST_SECONDS = 5.0
 LOOK_SECONDS = 0.1
 UNDO_DEEDS = frozenset(("cut off", "split"))
 """What takes namespaces."""
-DEEDS = frozenset(("kill", "stop", "kill runner", "hang runner"))
+DEEDS = frozenset(("kill", "stop", "kill runner", "freeze runner"))
 
 
 class ChaosFailedError(Exception):
@@ -440,7 +440,7 @@ class _Run:
                 room.kill(agent)
             case "stop":
                 room.stop(agent)
-            case "kill runner" | "hang runner":
+            case "kill runner" | "freeze runner":
                 what = signal.SIGKILL if fault.deed == "kill runner" else signal.SIGSTOP
                 for runner in get(agent, "/state")["runners"]:
                     with contextlib.suppress(ProcessLookupError):

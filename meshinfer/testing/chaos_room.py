@@ -307,9 +307,12 @@ class _Run:
                 self._kill(node)
             case "stop":
                 self.cluster.stop(node)
-            case "kill runner" | "hang runner":
+            case "kill runner":
                 for runner in self.cluster.fabric.runners_of(node.node_id):
-                    runner.die("killed by SIGKILL") if fault.deed == "kill runner" else runner.hang()
+                    runner.die("killed by SIGKILL")
+            case "hang runner" | "freeze runner":
+                for runner in self.cluster.fabric.runners_of(node.node_id):
+                    runner.hang(frozen=fault.deed == "freeze runner")
             case "cut off":
                 network.cut([node.node_id], everyone)
             case "deafen":

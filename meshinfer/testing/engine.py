@@ -258,6 +258,7 @@ class FakeRunner:
         self._tokens = 0
         self._broken = False
         self._hangs_since: float | None = None
+        self._is_frozen = False
         self._started_at = trio.current_time()
 
     # --- as the agent sees it -------------------------------------------------------------------
@@ -324,9 +325,9 @@ class FakeRunner:
         for channel in self.channels:
             channel.hang_up()
 
-    def hang(self) -> None:
-        """Its MLX thread does nothing any more; heartbeats go on."""
-        self._hangs_since = trio.current_time()
+    def hang(self, *, frozen: bool = False) -> None:
+        """Its MLX thread does nothing any more; heartbeats go on, unless the whole process is `frozen`."""
+        self._hangs_since, self._is_frozen = trio.current_time(), frozen
 
     # --- the runner itself ----------------------------------------------------------------------
 
@@ -394,7 +395,8 @@ class FakeRunner:
             await trio.sleep(HEARTBEAT_SECONDS)
             await self._fabric.moves(self.node_id)
             busy = trio.current_time() - self._hangs_since if self._hangs_since is not None else 0.0
-            self._say(Heartbeat(self._tokens, busy, len(self.sessions), 0, 1000, 0, 1000, 0.01, self._tokens))
+            if not self._is_frozen:
+                self._say(Heartbeat(self._tokens, busy, len(self.sessions), 0, 1000, 0, 1000, 0.01, self._tokens))
 
     def take_channel(self, channel: FakeChannel) -> None:
         """An origin has dialled."""

@@ -121,6 +121,8 @@ class Heartbeat:
     """Smoothed decode step of this stage alone."""
     tokens: Annotated[int, at_least(0)]
     """Tokens sampled since start (last stage)."""
+    busy_tokens: Annotated[int, at_least(0)] = 0
+    """Of the current step: as many as it reads, over all its sessions; 0 when idle."""
 
 
 @dataclass(frozen=True, slots=True)
