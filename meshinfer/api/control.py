@@ -23,8 +23,9 @@ from meshinfer.api.errors import BadParameter, headers_of, openai_body
 from meshinfer.api.models import entry_to_json
 from meshinfer.api.placements import INSTANCE_META, SHARDING, placement_from_json, placement_to_json
 from meshinfer.base.errors import BadInput, DeadlineExceeded, MeshinferError, NoRoom, Refused, UnknownInstance
-from meshinfer.base.ids import InstanceId, ModelId, NodeId, parse_model_id
+from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.config import Settings
+from meshinfer.models.catalogue import parse_model_name
 from meshinfer.planning.plan import Plan, Preview, Refusal, SeatMemory, memory_to_json
 from meshinfer.planning.workload import Constraints, Objective, Workload
 from meshinfer.serving.view import Instance
@@ -156,7 +157,7 @@ class ControlApi:
 
     def _understand(self, wish: _Wish) -> tuple[ModelId, Workload, Constraints]:
         try:
-            model_id = parse_model_id(wish.model_id)
+            model_id = parse_model_name(wish.model_id)
         except BadInput as error:
             raise BadParameter("model_id", error.what, expected=error.expected, do=error.do) from None
         usual = Workload()

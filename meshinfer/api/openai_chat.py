@@ -16,7 +16,7 @@ from meshinfer.api.dialect import Ask, Choice, Ended, Piece, Usage
 from meshinfer.api.errors import BadParameter, UnsupportedParameter, openai_body
 from meshinfer.api.sse import CONTENT_TYPE, DONE, comment, data_event, to_json
 from meshinfer.base.errors import BadInput, MeshinferError, UnknownModel
-from meshinfer.base.ids import parse_model_id
+from meshinfer.models.catalogue import parse_model_name
 from meshinfer.serving.requests import Generated, Waiting
 from meshinfer.serving.text import TextModel
 from meshinfer.serving.text_answer import TextDelta
@@ -176,7 +176,7 @@ def to_ask(body: ChatBody) -> Ask:
         BadParameter: a `logit_bias` key is not a token id.
     """
     try:
-        model_id = parse_model_id(body.model)
+        model_id = parse_model_name(body.model)
     except BadInput as error:
         raise UnknownModel(error.what, expected=error.expected, do="GET /v1/models lists what there is") from None
     given = {

@@ -113,8 +113,13 @@ def chat(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest answer.")] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0, help="0 always takes the likeliest token.")
-    ] = None,
+        float,
+        typer.Option(
+            "--temperature",
+            min=0,
+            help="0 always takes the likeliest token, and suits small models; those that think aloud want about 0.6.",
+        ),
+    ] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")] = None,
     api: ApiOption = DEFAULT_API_URL,
     api_key: ApiKeyOption = "",

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from meshinfer.base.errors import BadInput
-from meshinfer.base.ids import parse_model_id
+from meshinfer.base.ids import ModelId
 from meshinfer.base.units import parse_bytes
 from meshinfer.config import default_home
 
@@ -34,10 +34,19 @@ def reads(parse: Callable[[str], Value], named: str) -> Callable[[str], Value]:
 
 memory_size = reads(parse_bytes, "SIZE")
 
+
+def _model_id(text: str) -> ModelId:
+    from meshinfer.models.catalogue import parse_model_name  # noqa: PLC0415 - 0.2 s that `--help` does not need
+
+    return parse_model_name(text)
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", parser=reads(parse_model_id, "MODEL"), help="A model's id: `name` or `owner/name`."
+        metavar="MODEL",
+        parser=reads(_model_id, "MODEL"),
+        help="A name from `meshinfer models list`, or a full `owner/name`.",
     ),
 ]
 HomeOption = Annotated[

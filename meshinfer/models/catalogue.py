@@ -100,6 +100,16 @@ def catalogue(store: ModelStore) -> tuple[CatalogueEntry, ...]:
     return (*here, *others, *could)
 
 
+def parse_model_name(text: str) -> ModelId:
+    """The id of the model that a person or a client names: by a short name of the list above, or by its id.
+
+    Raises:
+        BadInput: not a model id.
+    """
+    known = _BY_NAME.get(text.casefold())
+    return known.model_id if known else parse_model_id(text)
+
+
 def resolve(text: str, store: ModelStore | None = None) -> ModelId:
     """The model that a person means: an alias, a model held here, or a full `owner/name`.
 
@@ -107,11 +117,9 @@ def resolve(text: str, store: ModelStore | None = None) -> ModelId:
         BadInput: not a model id.
         UnknownModel: a short name that is none of ours, with the nearest ones.
     """
-    if known := _BY_NAME.get(text.casefold()):
-        return known.model_id
-    model_id = parse_model_id(text)
+    model_id = parse_model_name(text)
     held = [model.model_id for model in store.held()] if store else []
-    if model_id in held or "/" in model_id:
+    if model_id in held or "/" in model_id or text.casefold() in _BY_NAME:
         return model_id
     names = {name.casefold(): name for name in (*held, *(known.alias for known in KNOWN))}
     near = [names[match] for match in get_close_matches(text.casefold(), list(names), n=3, cutoff=0.4)]

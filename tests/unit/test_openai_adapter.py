@@ -297,3 +297,9 @@ def test_signs_of_life_can_be_deltas():
     assert second[0]["choices"][0]["delta"] == {}
     # The role was in the first one.
     assert len(_events(dialect.piece(Piece(0, TextDelta("a")), MODEL))) == 1
+
+
+def test_a_model_may_be_asked_for_by_its_short_name():
+    body = parse_chat({**BASE, "model": "qwen3-0.6b"})
+
+    assert to_ask(body).model_id == "mlx-community/Qwen3-0.6B-4bit"

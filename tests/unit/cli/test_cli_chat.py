@@ -109,3 +109,19 @@ def test_a_missing_api_key_names_the_option(agent: ScriptedAgent):
     agent.says(CHAT, {"error": {"message": "an API key is needed"}}, status=401)
 
     assert "--api-key" in ask(agent, "Hello").stderr
+
+
+def test_a_short_name_is_the_model_that_the_list_shows_by_it(agent: ScriptedAgent):
+    agent.streams(CHAT, delta("Yes."), delta(finish="stop"), USAGE)
+
+    CliRunner().invoke(app, ["chat", "qwen3-0.6b", "Hello", "--api", agent.url])
+
+    assert agent.asked[-1][1]["model"] == "mlx-community/Qwen3-0.6B-4bit"
+
+
+def test_the_likeliest_words_unless_asked_otherwise(agent: ScriptedAgent):
+    agent.streams(CHAT, delta("Yes."), delta(finish="stop"), USAGE)
+
+    ask(agent, "Hello")
+
+    assert agent.asked[-1][1]["temperature"] == 0
