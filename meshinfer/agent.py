@@ -7,6 +7,7 @@ It never loads MLX and never touches an activation: runners, processes of their 
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import trio
 import meshinfer
 from meshinfer.api.app import make_app, serve
 from meshinfer.api.serving_backend import ServingBackend
+from meshinfer.base.errors import NoRoom
 from meshinfer.base.ids import NodeId
 from meshinfer.config import Settings
 from meshinfer.mesh.mesh import Mesh, MeshSettings
@@ -32,7 +34,7 @@ from meshinfer.serving.ports import OriginChannel, Ports
 from meshinfer.serving.runners import RunnerProcess
 from meshinfer.serving.service import Serving
 from meshinfer.serving.speed_probe import SpeedProbe, node_probe
-from meshinfer.topology.card import NodeCard, SeatReport
+from meshinfer.topology.card import HeldModel, NodeCard, SeatReport
 from meshinfer.topology.placement import Placement
 from meshinfer.transport.certificates import make_certificate
 from meshinfer.transport.home_lock import one_agent
@@ -44,6 +46,10 @@ from meshinfer.wire.messages import ChannelOffer
 
 DIAL_SECONDS = 3.0
 """For one runner's channel: a TCP connection and a TLS handshake on the slowest sensible link."""
+log = logging.getLogger(__name__)
+
+MODELS_ON_CARD = 64
+"""The bound of `NodeCard.models`; a card with more would be refused by everyone."""
 LOOK_AROUND_SECONDS = 2.0
 """How often this node looks at its own store and load. Models pulled by the command line show after this."""
 LOAD_STEP = 0.5
@@ -141,7 +147,10 @@ def _make_serving(
     certificate = make_certificate()
 
     def announce(seats: tuple[SeatReport, ...], placements: tuple[Placement, ...], promised_bytes: int) -> None:
-        own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes)
+        try:
+            own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes)
+        except NoRoom as error:  # its seats run all the same, but the mesh sees them as they were
+            log.error("%s", error)  # noqa: TRY400 - a sentence for the operator, no traceback
 
     async def open_channel(offer: ChannelOffer) -> OriginChannel:
         return await open_origin_channel(offer, certificate, timeout_seconds=DIAL_SECONDS)
@@ -184,17 +193,27 @@ def _first_card(node_id: NodeId, name: str, settings: Settings, machine: Machine
         runner_overhead_bytes=settings.runner_overhead_bytes,
         computes_float32=machine.computes_float32,
         load=load_per_core(),
-        models=store.held(),
+        models=_shown(store.held()),
     )
+
+
+def _shown(held: tuple[HeldModel, ...]) -> tuple[HeldModel, ...]:
+    """What a card has room for."""
+    if len(held) > MODELS_ON_CARD:
+        left_out = ", ".join(model.model_id for model in held[MODELS_ON_CARD:])
+        log.warning("a card names %d models; the mesh does not see %s here", MODELS_ON_CARD, left_out)
+    return held[:MODELS_ON_CARD]
 
 
 async def _look_around(own_card: OwnCard, store: ModelStore) -> None:
     """Keep the card true about what changes outside of this process: models on disk, load."""
+    known = own_card.card.models
     while True:
         await trio.sleep(LOOK_AROUND_SECONDS)
         held = await trio.to_thread.run_sync(store.held)
-        if held != own_card.card.models:
-            own_card.update(models=held)
+        if held != known:
+            known = held
+            own_card.update(models=_shown(held))
         # A new load alone is worth no announcement; it goes with the next.
         if abs(load_per_core() - own_card.card.load) > LOAD_STEP:
             own_card.update(load=load_per_core())

@@ -84,6 +84,7 @@ _STATUS = {
     "refused": 409,
     "body_too_large": 413,
     "queue_full": 429,
+    "corrupt_model": 500,
     "protocol_error": 502,
     "no_room": 503,
     "peer_lost": 503,

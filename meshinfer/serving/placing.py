@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import trio
 
-from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NoRoom, PeerLost, UnknownInstance
+from meshinfer.base.errors import ERRORS_BY_CODE, DeadlineExceeded, MeshinferError, NoRoom, PeerLost, UnknownInstance
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Plan, Preview, Refusal
@@ -67,6 +67,8 @@ EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 PLACING_TRIES = 3
 """How often one request asks for its model to be placed before its last failure is the answer."""
+LASTING_ERRORS = frozenset({"corrupt_model", "bad_input"})
+"""Trying again on the same node changes nothing."""
 FAILURES_BEFORE_ELSEWHERE = 2
 """A runner that crashed once is made again where it was, since its files are there; after the second time it goes
 elsewhere if it can."""
@@ -165,7 +167,7 @@ class Placer:
             UnknownModel, NoRoom, BadInput: as the planner said.
             PeerLost: no planner answers, or what was placed broke again and again; with the last reason.
         """
-        failure = "no planner answered"
+        failure: MeshinferError = PeerLost(f"{model_id} could not be placed: what was placed does not show")
         watch = self._ports.watch()
         for _ in range(PLACING_TRIES):
             instance = self._instance_of(model_id)
@@ -173,17 +175,18 @@ class Placer:
                 waiting(Waiting("planning", 0.0))
                 placed = await self.place(Place(model_id, workload, Constraints()))
                 instance = await self.appears(placed)
+                if instance is not None and instance.state == "broken":
+                    failure = _failure_of(instance)
             while instance is not None and instance.state in {"placing", "loading"}:
                 waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
                 await watch.changed()
                 now = self._instance_of(model_id)
                 if now is None or not self._is_usable(now):
-                    lost = f"a node of instance {instance.instance_id} was lost while it loaded"
-                    failure, now = (now and now.error) or lost, None
+                    failure, now = _failure_of(now or instance), None
                 instance = now
             if instance is not None and instance.state == "ready":
                 return instance
-        raise PeerLost(f"{model_id} could not be loaded: {failure}", do="look at `meshinfer status`, then try again")
+        raise failure
 
     async def place(self, ask: Place) -> Placed:
         """Have the elected planner place it; the next in order where one does not answer."""
@@ -350,6 +353,8 @@ class Placer:
             if report is not None and report.state == "failed":
                 epochs = self._failures.setdefault((old.instance_id, seat.node_id), {})
                 epochs.setdefault(old.epoch, now)
+                if report.error_code in LASTING_ERRORS:
+                    epochs.setdefault(-1, now)  # once is enough
         for key, epochs in list(self._failures.items()):
             recent = {epoch: at for epoch, at in epochs.items() if now - at < FAILURES_SECONDS}
             if recent:
@@ -490,6 +495,15 @@ class Placer:
     def _name(self, node: NodeId) -> str:
         card = self._ports.topology().by_id.get(node)
         return card.name if card else node
+
+
+def _failure_of(instance: Instance) -> MeshinferError:
+    """What to tell whoever waited for it."""
+    what = f"{instance.placement.model_id} could not be loaded"
+    if instance.error_code in LASTING_ERRORS:
+        return ERRORS_BY_CODE[instance.error_code](f"{what}: {instance.error}")
+    why = instance.error or "a node was lost meanwhile"
+    return PeerLost(f"{what}: {why}", do="look at `meshinfer status`, then try again")
 
 
 def _answers(placement: Placement, ask: Place) -> bool:

@@ -35,6 +35,7 @@ from meshinfer.wire.runner_control import (
     ChannelLost,
     Heartbeat,
     Linked,
+    LinkSample,
     Listening,
     Loaded,
     Loading,
@@ -120,6 +121,7 @@ class _Seat:
     sessions: int = 0
     step_seconds: float = 0.0
     error: str = ""
+    error_code: str = ""
     warm_bytes: int = 0
     """cut: what its runner still holds, until somebody needs it."""
     alone_since: float | None = None
@@ -300,8 +302,11 @@ class SeatLedger:
                     return self.fail(key, f"its runner has been in one step for {message.busy_seconds:.0f} s", now)
             case ChannelLost(role, other, reason):
                 return self._cut(seat, f"the {role} channel with seat {other} broke: {reason}", now)
+            case LinkSample():
+                pass  # of a link, not of the seat
             case RunnerFailed():
-                return self.fail(key, message.what, now)
+                what = f"{message.what}{f'; expected {message.expected}' if message.expected else ''}"
+                return self.fail(key, f"{what}. {message.do}" if message.do else what, now, message.code)
         if seat.loaded:
             seat.state = "ready" if seat.linked else "linking"
         return []
@@ -316,13 +321,14 @@ class SeatLedger:
                     effects += self.fail(seat.key, "its runner lives and says nothing", now)
         return effects
 
-    def fail(self, key: SeatKey, error: str, now: float) -> list[SeatEffect]:
-        """The seat cannot go on: free it now, and announce why for a while."""
+    def fail(self, key: SeatKey, error: str, now: float, code: str = "") -> list[SeatEffect]:
+        """The seat cannot go on: free it now, and announce why for a while. `code`: the class of the error."""
         seat = self._seats.get(key)
         if seat is None or seat.state == "failed":
             return []
         effects: list[SeatEffect] = [StopRunner(key, error)] if seat.runs else []
         seat.state, seat.error, seat.lapses_at = "failed", error[:512], now + FAILED_LINGER_SECONDS
+        seat.error_code = code[:32]
         seat.promised_bytes = seat.resident_bytes = seat.warm_bytes = seat.sessions = 0
         return effects
 
@@ -461,6 +467,7 @@ class SeatLedger:
             sessions=seat.sessions,
             step_seconds=round(seat.step_seconds, 4),
             error=seat.error,
+            error_code=seat.error_code,
         )
 
 

@@ -37,6 +37,8 @@ class Instance:
     reports: tuple[SeatReport | None, ...]
     """One per seat of the placement; None where no live node announces it."""
     error: str = ""
+    error_code: str = ""
+    """See `SeatReport.error_code`."""
 
     @property
     def missing(self) -> tuple[NodeId, ...]:
@@ -89,8 +91,10 @@ def _derive(topology: Topology, instance_id: InstanceId, epoch: int, placement: 
         state = "ready"
     else:
         state = "loading"
-    error = failed[0].error if failed else ""
-    return Instance(instance_id, epoch, placement, state, progress, reports, error)
+    # What failed says more than what was cut off by it.
+    told = min(failed, key=lambda report: (report.state != "failed", not report.error_code), default=None)
+    error, code = (told.error, told.error_code) if told else ("", "")
+    return Instance(instance_id, epoch, placement, state, progress, reports, error, code)
 
 
 def _report(

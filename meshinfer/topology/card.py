@@ -47,6 +47,8 @@ class SeatReport:
     step_seconds: Annotated[float, finite(0)] = 0.0
     """Smoothed time of one decode step in this stage; 0 before the first."""
     error: Annotated[str, sized(0, 512)] = ""
+    error_code: Annotated[str, sized(0, 32)] = ""
+    """failed: the error's class, for those that trying again does not mend (`corrupt_model`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class NodeCard:
     """Measured on this machine with its own engine; empty until it is."""
     coordinate: Coordinate | None = None
     """Where it is, for pairs that are not measured; None in a mesh so small that all are."""
+    warning: Annotated[str, sized(0, 256)] = ""
+    """What a person must see to on this node, in words; empty if nothing."""
 
     @property
     def order(self) -> tuple[int, int]:

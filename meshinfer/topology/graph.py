@@ -138,6 +138,7 @@ class Topology:
                 "accelerator": card.accelerator,
                 "addresses": list(card.addresses),
                 "load": card.load,
+                "warning": card.warning,
                 "speeds": {told.kind: told.speed.to_json() for told in card.speeds},
                 "links": {
                     link.target: {
