@@ -38,6 +38,9 @@ def mesh(topology: Any, instances: list[Any]) -> RenderableType:
     """All of it, as a person reads it."""
     nodes: dict[str, Any] = topology["nodes"]
     parts: list[RenderableType] = [nodes_table(nodes, instances)]
+    for node_id, node in nodes.items():
+        if node.get("warning"):
+            parts += ["", Text(printable(f"{name_of(node_id, nodes)}: {node['warning']}"), style="red")]
     if len(nodes) > 1:
         parts += ["", links_table(nodes)]
     for instance in instances:

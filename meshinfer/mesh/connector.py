@@ -81,6 +81,11 @@ class Connector:
         if dial is not None and self._nursery is not None:
             self._nursery.start_soon(self._dial, dial, name=f"redial {node}")
 
+    def try_once(self, address: str) -> None:
+        """See who is there; the transport's events tell."""
+        if self._nursery is not None:
+            self._nursery.start_soon(self._reach, address, None, name=f"look at {address}")
+
     def statistics(self) -> ConnectorStatistics:
         return ConnectorStatistics(self._dials, self._dials_failed, self._limit.borrowed_tokens)
 

@@ -86,10 +86,15 @@ class Self:
     """Not secret: a digest of the mesh key, or the name of an open mesh."""
     name: str
     version: str
+    start: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Drawn at each start of the process."""
 
 
 def read_hint(own: Self, texts: dict[str, str], addresses: Iterable[str]) -> Hint | None:
     """What a service record tells; None if nothing that we can use. Pure, and total over anyone's bytes.
+
+    Our own record comes back to us, known by its `start`. Another with our id is an earlier start's, or that of an
+    agent with a copy of our key; it passes as a hint like any.
 
     Args:
         own: this node.
@@ -97,10 +102,12 @@ def read_hint(own: Self, texts: dict[str, str], addresses: Iterable[str]) -> Hin
         addresses: `IP:port`, from its A, AAAA and SRV records.
     """
     node_id, mesh_id = texts.get("node", ""), texts.get("mesh", "")
-    if not is_node_id(node_id) or not _is_plain(mesh_id) or node_id == own.node_id:
+    if not is_node_id(node_id) or not _is_plain(mesh_id):
         return None
     name = texts.get("name", "")
     name = name if _is_plain(name) else node_id[-8:]
+    if node_id == own.node_id and (mesh_id != own.mesh_id or texts.get("start", "").startswith(own.start)):
+        return None  # or from before this node joined this mesh
     if mesh_id != own.mesh_id:
         return AnotherMesh(mesh_id, NodeId(node_id), name)
     found = worth_dialling(addresses, ADDRESSES_PER_NODE)
@@ -191,7 +198,7 @@ class _Responder:
                 "name": self._own.name[:MAX_TEXT],
                 "version": self._own.version[:MAX_TEXT],
                 # Others' caches take an unchanged record for no news; a restarted node wants to be dialled.
-                "start": secrets.token_hex(4),
+                "start": self._own.start + secrets.token_hex(4),
             },
         )
         zeroconf = None

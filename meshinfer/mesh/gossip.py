@@ -6,7 +6,7 @@ Two ways, since either alone is not enough:
   two seconds anyway. Changes are gathered for 50 ms, and a node that changes all the time is held
   to two announcements a second after its first few: what costs one node a line costs every other
   node 6 ms (measured over gossipsub), and nothing per token belongs here.
-- *Pull.* Whoever connects asks the other for all that it lacks, and every half minute each node asks
+- *Pull.* Whoever connects asks the other for all that it lacks, and every ten seconds each node asks
   one neighbour, picked at random. That repairs whatever push lost. A neighbour that is alive but has
   not been heard for three periods is asked directly, so a mesh lives on, slower, with push broken.
 
@@ -45,7 +45,10 @@ BURST = 6
 """Announcements at `COALESCE_SECONDS` apart before a node is held to …"""
 SUSTAINED_SECONDS = 0.5
 """… one in this time. Placing a model changes a card about five times."""
-PULL_PERIOD_SECONDS = 30.0
+MAX_CLAIMED_AHEAD = 1000
+"""Starts. Who claims that ours is further ahead has no signature to show for it, and numbers must not run out."""
+PULL_PERIOD_SECONDS = 10.0
+"""Less than an announcement lives, so that this node sees what others hold of it. A call of a few hundred bytes."""
 PULL_DEADLINE_SECONDS = 3.0
 PULL_ROUNDS = 64
 """Rounds of one pull: at 200 KiB each, more than a view can hold."""
@@ -228,6 +231,12 @@ class Gossip:
 
     async def _answer_pull(self, _caller: NodeId, payload: bytes) -> bytes:
         known = decode(PullView, payload).known
+        order = self._own_card.card.order
+        for node, incarnation, version in known:
+            is_ahead = node == self._transport.node_id and (incarnation, version) > order
+            if is_ahead and incarnation <= order[0] + MAX_CLAIMED_AHEAD:
+                # The caller remembers a start of ours that we forgot; the card itself may have expired there.
+                self._own_card.outbid(incarnation)
         chosen: list[SignedAnnouncement] = []
         size = 0
         more = False

@@ -38,6 +38,7 @@ from meshinfer.mesh.dial_plan import DialPlan
 from meshinfer.mesh.discovery import AnotherMesh, Discovery, Hint, Self
 from meshinfer.mesh.gossip import Gossip, GossipStatistics
 from meshinfer.mesh.indirect import IndirectProbes
+from meshinfer.mesh.key_copies import KeyCopies
 from meshinfer.mesh.link_probe import LinkProber, LinkProberStatistics, ProbeChannels
 from meshinfer.mesh.membership import (
     Accused,
@@ -61,14 +62,14 @@ from meshinfer.mesh.membership import (
     TimePassed,
 )
 from meshinfer.mesh.neighbours import Wanted, wanted
-from meshinfer.mesh.own_card import OwnCard
+from meshinfer.mesh.own_card import MAX_OUTBIDS, OwnCard
 from meshinfer.mesh.prober import Prober, ProberStatistics
 from meshinfer.mesh.view import MergeResult, View, ViewStatistics
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.link import Link
 from meshinfer.transport.addresses import parse_address
-from meshinfer.transport.base import GossipReceived, PeerConnected, PeerDisconnected, Transport
+from meshinfer.transport.base import GossipReceived, KeyCopied, PeerConnected, PeerDisconnected, Transport
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ class Mesh:
             transport, plan, wanted=self._wanted, on_unreachable=lambda node: self._tell(RedialFailed(node))
         )
         self._plan = plan
+        self._copies = KeyCopies(own_card, settings.home, transport.addresses, self._connector.try_once)
         self._links = self._make_prober(probes, rng) if probes is not None else None
         self._live: frozenset[NodeId] = frozenset((self._own,))
         """As of the last look."""
@@ -316,6 +318,8 @@ class Mesh:
                     self._connector.look_again()
                 case GossipReceived(author, payload):
                     self._gossip.receive(author, payload)
+                case KeyCopied(address):
+                    self._copies.proved(address)
                 case _:
                     assert_never(event)
 
@@ -365,6 +369,11 @@ class Mesh:
             self._gossip.wake()  # a new link is measured: others learn through it that this neighbour lives
 
     def _on_merge(self, heard: Heard, result: MergeResult) -> None:
+        if result == "outbid":
+            self._copies.claimed(heard.card.addresses, trio.current_time())
+            if self._own_card.outbids == MAX_OUTBIDS:
+                self._copies.outbid_again(heard.card.addresses)
+            return
         self._tell(CardHeard(heard.author, heard.card.incarnation, heard.card.leaving))
         if heard.author != self._own:
             self._tell(Accused(heard.author, heard.suspects))
@@ -382,6 +391,8 @@ class Mesh:
     def _on_hint(self, hint: Hint) -> None:
         if isinstance(hint, AnotherMesh):
             self._on_another_mesh(hint)
+        elif hint.node_id == self._own:
+            self._copies.claimed(hint.addresses, trio.current_time())
         else:
             self._plan.learn(hint.node_id, hint.addresses, trio.current_time(), fresh=True)
             self._connector.look_again()

@@ -24,6 +24,10 @@ MAX_CARD_BYTES = 40 * 1024
 """An announcement has 64 KiB; 64 links of ~250 bytes and the signature need the rest."""
 
 
+MAX_OUTBIDS = 4
+"""A home restored from a backup needs one; one more for each part of a mesh that was apart meanwhile."""
+
+
 class OwnCard:
     """This node's card as it is now."""
 
@@ -35,6 +39,8 @@ class OwnCard:
         self._path = home / "incarnation"
         self._card = replace(card, incarnation=self._raise_incarnation(0), version=1)
         self.changes = Changes()
+        self.outbids = 0
+        """How often this start had to go above another one."""
 
     @property
     def card(self) -> NodeCard:
@@ -66,8 +72,13 @@ class OwnCard:
         return self._card
 
     def outbid(self, incarnation: int) -> None:
-        """Someone holds a card of ours from incarnation `incarnation`, above what we remember: go above it."""
-        if incarnation >= self._card.incarnation:
+        """Someone holds a card of ours from incarnation `incarnation`, above what we remember: go above it.
+
+        But not for ever: a past start of ours can be outbid once and for all, another agent that runs with this
+        node's key would answer each time.
+        """
+        if incarnation >= self._card.incarnation and self.outbids < MAX_OUTBIDS:
+            self.outbids += 1
             log.warning("another start of this node had incarnation %d; going above it", incarnation)
             self._card = replace(self._card, incarnation=self._raise_incarnation(incarnation), version=1)
             self.changes.notify()

@@ -12,6 +12,7 @@ What it models, and how:
   wait for the cut to heal (TCP sends again) or for their deadline; gossip is lost.
 - `stop(n)` is SIGSTOP as others see it: sockets stay open, nothing answers, nothing leaves. Its own
   tasks do go on, since nothing can freeze a part of one process, but all they hear is silence.
+- `copy_key(n, address)`: another process with n's identity key listens there; it says so to n, and to nobody else.
 - `kill(n)` is kill -9: its connections break, whatever it still says in its `finally` blocks goes
   nowhere, and everything that runs inside `transport.process` is cancelled. `add` the same name again
   for the restart: same node id, nothing remembered.
@@ -39,6 +40,7 @@ from meshinfer.transport.base import (
     MAX_GOSSIP_BYTES,
     GossipReceived,
     Handler,
+    KeyCopied,
     PeerConnected,
     PeerDisconnected,
     TransportEvent,
@@ -96,6 +98,8 @@ class SimNetwork:
         self._connections: dict[frozenset[NodeId], _Connection] = {}
         self._cuts: set[tuple[NodeId, NodeId]] = set()
         self._stopped: set[NodeId] = set()
+        self._copies: dict[str, NodeId] = {}
+        """Addresses at which other processes hold a node's key."""
         self._held = trio.lowlevel.ParkingLot()
         self._made = 0
 
@@ -139,6 +143,9 @@ class SimNetwork:
     def resume(self, node: NodeId) -> None:
         self._stopped.discard(node)
         self._held.unpark_all()
+
+    def copy_key(self, node: NodeId, address: str) -> None:
+        self._copies[address] = node
 
     def kill(self, node: NodeId) -> None:
         transport = self._running.get(node)
@@ -188,6 +195,9 @@ class SimNetwork:
         for pair in [pair for pair in self._connections if transport.node_id in pair]:
             self._drop(pair)
         self._held.unpark_all()
+
+    def has_copy_of(self, node: NodeId, address: str) -> bool:
+        return self._copies.get(address) == node
 
     def listener(self, address: str) -> SimTransport | None:
         return self._listeners.get(address)
@@ -304,6 +314,9 @@ class SimTransport:
                 acceptor = self.network.listener(address)
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"{address} did not answer in {timeout_seconds:g} s")
+        if self.network.has_copy_of(self._node_id, address):
+            self.deliver(KeyCopied(address))
+            raise PeerLost(f"another agent runs at {address} with this node's key", do="see this node's log")
         if acceptor is None or not self._is_running:
             raise PeerLost(f"nobody listens on {address}", do="check that an agent runs there")
         if acceptor is self:
@@ -377,7 +390,7 @@ class SimTransport:
     def _is_running(self) -> bool:
         return self.network.running(self._node_id) is self
 
-    def deliver(self, event: PeerConnected | PeerDisconnected) -> None:
+    def deliver(self, event: PeerConnected | PeerDisconnected | KeyCopied) -> None:
         try:
             self._send_event.send_nowait(event)
         except trio.WouldBlock:

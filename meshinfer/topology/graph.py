@@ -111,17 +111,10 @@ class Topology:
             ).encode()
             for card in self.nodes
         ]
+        # Two digits, as `quantise` has them; a mesh of a thousand has some thirty thousand links.
         parts += [
-            repr(
-                (
-                    link.source,
-                    link.target,
-                    quantise(link.latency_seconds),
-                    quantise(link.message_seconds),
-                    quantise(link.bandwidth_bytes_per_second),
-                    quantise(link.loss),
-                )
-            ).encode()
+            f"{link.source} {link.target} {link.latency_seconds:.1e} {link.message_seconds:.1e} "
+            f"{link.bandwidth_bytes_per_second:.1e} {link.loss:.1e}".encode()
             for link in self.links
         ]
         return digest_hex(*parts)

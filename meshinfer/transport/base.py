@@ -47,7 +47,15 @@ class GossipReceived:
     payload: bytes
 
 
-TransportEvent = PeerConnected | PeerDisconnected | GossipReceived
+@dataclass(frozen=True, slots=True)
+class KeyCopied:
+    """Another process has proved that it holds this node's own identity key. Told once for each address."""
+
+    address: str
+    """`host:port` where it listens, as far as we know."""
+
+
+TransportEvent = PeerConnected | PeerDisconnected | GossipReceived | KeyCopied
 Handler = Callable[[NodeId, bytes], Awaitable[bytes]]
 """Gets the calling peer and the request; returns the answer, or raises a MeshinferError that the caller will see."""
 

@@ -110,7 +110,10 @@ def test_a_name_that_would_write_on_the_terminal_is_not_shown() -> None:
 
 def test_oneself_and_the_unusable_are_no_hints() -> None:
     own = oneself("a")
-    assert read_hint(own, {"mesh": "m", "node": "a"}, ["192.0.2.1:1"]) is None
+    assert read_hint(own, {"mesh": "m", "node": "a", "start": own.start + "1"}, ["192.0.2.1:1"]) is None
+    copy = read_hint(own, {"mesh": "m", "node": "a", "start": "another"}, ["192.0.2.1:1"])
+    assert copy == PeerSeen(NodeId("a"), "a", ("192.0.2.1:1",)), "an agent with a copy of our key"
+    assert read_hint(own, {"mesh": "before", "node": "a"}, ["192.0.2.1:1"]) is None
     assert read_hint(own, {"mesh": "m", "node": "b"}, ["0.0.0.0:1"]) is None
     assert read_hint(own, {"mesh": "m", "node": "b"}, ["192.0.2.1:1"]) == PeerSeen(NodeId("b"), "b", ("192.0.2.1:1",))
 

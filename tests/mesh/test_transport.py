@@ -6,6 +6,7 @@ import importlib.metadata
 import ipaddress
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from meshinfer.base.errors import BadInput, DeadlineExceeded, MeshinferError, Pe
 from meshinfer.base.ids import NodeId
 from meshinfer.transport import addresses
 from meshinfer.transport.addresses import dialable_hosts, format_address, parse_address
-from meshinfer.transport.base import MAX_CALL_BYTES, GossipReceived, PeerConnected, PeerDisconnected
+from meshinfer.transport.base import MAX_CALL_BYTES, GossipReceived, KeyCopied, PeerConnected, PeerDisconnected
 from meshinfer.transport.home_lock import one_agent
 from meshinfer.transport.libp2p import hardening
 from meshinfer.transport.libp2p.connections import CountedTcp
@@ -604,3 +605,22 @@ async def test_small_messages_are_not_each_acknowledged_and_large_ones_never_wai
         assert sent.count(TYPE_WINDOW_UPDATE) < 40, "gossip may have begun beside it"
         for _ in range(20):  # twenty windows each way
             assert len(await one.call(other.node_id, "echo", bytes(MAX_CALL_BYTES), PATIENCE_SECONDS)) == MAX_CALL_BYTES
+
+
+async def test_a_copied_key_is_proved_to_both_and_an_own_address_is_no_copy(nodes: Nodes):
+    one = await nodes.start("one")
+    home = nodes.directory / "copy"
+    home.mkdir(mode=0o700)
+    shutil.copy(nodes.directory / "one" / "identity.key", home / "identity.key")
+    (home / "identity.key").chmod(0o600)
+    copy = nodes.make("copy")
+    assert copy.node_id == one.node_id
+    with pytest.raises(PeerLost):
+        await one.dial(one.addresses()[0], None, PATIENCE_SECONDS)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(copy.run)
+        with pytest.raises(PeerLost, match="with this node's key"):
+            await copy.dial(one.addresses()[0], None, PATIENCE_SECONDS)
+        assert await next_event(copy, KeyCopied) == KeyCopied(one.addresses()[0])
+        assert await next_event(one, KeyCopied) == KeyCopied(copy.addresses()[0])
+        nursery.cancel_scope.cancel()

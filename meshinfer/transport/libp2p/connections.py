@@ -25,7 +25,9 @@ other.) Closing takes the socket first: libp2p's polite way waits for a lock tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+import secrets
+import struct
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +62,7 @@ SPARE_PATIENCE = 10
 other at the same moment keep both."""
 LARGEST_READ = 64 * 1024
 _LOGGED_STRANGERS = 256
+_OWN_HELLO = struct.Struct(">16sH")
 
 
 class CountedTcp(TrioTCPStream):
@@ -103,9 +106,21 @@ class Link:
 class Admission(TransportUpgrader):
     """libp2p's upgrader, with the membership proof between Noise and everything else."""
 
-    def __init__(self, *, own_id: ID, key: MeshKey, security: dict, muxers: dict) -> None:  # pyright: ignore[reportMissingTypeArgument]
+    def __init__(
+        self,
+        *,
+        own_id: ID,
+        key: MeshKey,
+        security: dict,  # pyright: ignore[reportMissingTypeArgument]
+        muxers: dict,  # pyright: ignore[reportMissingTypeArgument]
+        listening_port: Callable[[], int],
+        on_key_copied: Callable[[str, int], None],
+    ) -> None:
+        """`on_key_copied` is told host and port of another process that holds our identity key."""
         super().__init__(security, muxers)
         self._own_id, self._key = own_id, key
+        self._listening_port, self._on_key_copied = listening_port, on_key_copied
+        self._start = secrets.token_bytes(16)
         self._logged: set[ID] = set()
 
     async def upgrade_security(
@@ -122,7 +137,7 @@ class Admission(TransportUpgrader):
             secure = await self.security_multistream.secure_inbound(raw_conn)
         remote = secure.get_remote_peer()
         if remote == self._own_id:
-            raise SecurityUpgradeFailure("it is this node itself")
+            raise SecurityUpgradeFailure(await self._who_has_our_key(secure, raw_conn))
         if peer_id is not None and remote != peer_id:
             raise SecurityUpgradeFailure(f"it is node {remote}")
         role: Literal["dialler", "acceptor"] = "dialler" if is_initiator else "acceptor"
@@ -134,6 +149,29 @@ class Admission(TransportUpgrader):
         except IOException as error:
             raise SecurityUpgradeFailure("it hung up before it had proved its membership") from error
         return secure
+
+    async def _who_has_our_key(self, secure: ISecureConn, raw_conn: IRawConnection) -> str:
+        """The other end is this process, by an address of its own; or another one, with a copy of the key.
+
+        Each says who it is by a number drawn at its start, and where it listens.
+        """
+        itself = "it is this node itself"
+        try:
+            await secure.write(_OWN_HELLO.pack(self._start, self._listening_port()))
+            received = b""
+            while len(received) < _OWN_HELLO.size:
+                more = await secure.read(_OWN_HELLO.size - len(received))
+                if not more:
+                    return itself
+                received += more
+        except IOException:
+            return itself  # gone before it had said
+        start, port = _OWN_HELLO.unpack(received)
+        if start == self._start:
+            return itself
+        address = raw_conn.get_remote_address()
+        self._on_key_copied(address[0] if address else "", port)
+        return "another agent runs there with this node's key"
 
     def _log_once(self, stranger: ID, raw_conn: IRawConnection, refusal: NotProved) -> None:
         # Bounded: identities cost nothing to make, and neither may our log.

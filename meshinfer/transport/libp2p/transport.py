@@ -45,6 +45,7 @@ from meshinfer.transport.addresses import dialable_hosts, format_address, parse_
 from meshinfer.transport.base import (
     MAX_GOSSIP_BYTES,
     Handler,
+    KeyCopied,
     PeerConnected,
     PeerDisconnected,
     TransportEvent,
@@ -72,6 +73,8 @@ GOSSIP_EVENTS = 256
 """Gossip that waits for the reader of events. More would be stale when it is read; it is dropped and counted."""
 PEER_EVENTS = 1024
 """Room beside it for peers that come and go. When that is full too, new connections wait for the reader."""
+COPIES_TOLD = 16
+"""Addresses of processes with a copy of our key; one would be enough to act on."""
 OPEN_STREAM_SECONDS = 5
 """To open a stream takes two round trips; a connection that cannot in 5 s is dead."""
 
@@ -125,6 +128,8 @@ class Libp2pTransport:
         self._lines: dict[NodeId, _Opening] = {}
         self._connected: dict[NodeId, set[INetConn]] = {}
         """All and only peers that `PeerConnected` was sent for and `PeerDisconnected` was not, each with its connections."""
+        self._copies: set[str] = set()
+        """Addresses of `KeyCopied` events."""
         self._listening: tuple[tuple[str, ...], int] | None = None
         self._nursery: trio.Nursery | None = None
         """Of `run`; None: not running."""
@@ -135,6 +140,8 @@ class Libp2pTransport:
             # Noise alone: the library's default also takes plaintext, over which anyone can claim any id.
             security={NOISE: Noise(self._keys, noise_privkey=create_noise_key_pair().private_key)},
             muxers={TProtocol(YAMUX): Yamux},
+            listening_port=lambda: self._listening[1] if self._listening else 0,
+            on_key_copied=self._key_copied,
         )
         self._swarm = _make_swarm(self._keys, self._own_id, admission)
         self._host = BasicHost(self._swarm, disable_identify_address_discovery=True)
@@ -291,6 +298,15 @@ class Libp2pTransport:
             del self._connected[peer]
             self._lines.pop(peer, None)
             await self._tell(PeerDisconnected(peer))
+
+    def _key_copied(self, host: str, port: int) -> None:
+        address = format_address(host, port)
+        if address not in self._copies and len(self._copies) < COPIES_TOLD:
+            self._copies.add(address)
+            try:
+                self._send_event.send_nowait(KeyCopied(address))
+            except trio.WouldBlock:
+                self._copies.discard(address)  # the next time, then
 
     async def _tell(self, event: PeerConnected | PeerDisconnected) -> None:
         try:
