@@ -11,14 +11,15 @@ import logging
 import random
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import trio
 
 import meshinfer
-from meshinfer.api.app import make_app, serve
+from meshinfer.api.app import listen, make_app, serve
+from meshinfer.api.guard import is_loopback
 from meshinfer.api.serving_backend import ServingBackend
 from meshinfer.base.errors import NoRoom
 from meshinfer.base.ids import NodeId
@@ -36,10 +37,11 @@ from meshinfer.serving.service import Serving
 from meshinfer.serving.speed_probe import SpeedProbe, node_probe
 from meshinfer.topology.card import HeldModel, NodeCard, SeatReport
 from meshinfer.topology.placement import Placement
+from meshinfer.transport.addresses import dialable_hosts
 from meshinfer.transport.certificates import make_certificate
-from meshinfer.transport.home_lock import one_agent
+from meshinfer.transport.home_lock import note_api, one_agent
 from meshinfer.transport.libp2p.transport import Libp2pSettings, Libp2pTransport
-from meshinfer.transport.mesh_key import load_or_make
+from meshinfer.transport.mesh_key import load_or_make, remember
 from meshinfer.transport.origin import open_origin_channel
 from meshinfer.transport.probe_channel import ProbeDoor
 from meshinfer.wire.messages import ChannelOffer
@@ -86,7 +88,7 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
         MeshinferError: the engine cannot be loaded here.
     """
     name = settings.name or socket.gethostname().partition(".")[0]
-    with one_agent(settings.home):
+    with one_agent(settings.home), listen(settings) as listener:
         membership = await trio.to_thread.run_sync(
             partial(load_or_make, settings.home, key_file=settings.mesh_key_file, open_mesh=settings.open_mesh)
         )
@@ -115,8 +117,13 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
             nursery.start_soon(serving.run, name="serving")
             nursery.start_soon(_look_around, own_card, store, name="look around")
             nursery.start_soon(speed_probe.run, name="speed probe")
-            api = await nursery.start(serve, make_app(backend, settings), settings, name="http")
-            own_card.update(api_url="" if settings.api_host.startswith("127.") else api.url)
+            api = await nursery.start(serve, make_app(backend, settings), listener, name="http")
+            # "Every interface" is nothing to call: one of its addresses is.
+            for host in dialable_hosts((api.host,), include_loopback=False)[:1]:
+                api = replace(api, host=host)
+            own_card.update(api_url="" if is_loopback(api.host) else api.url)
+            note_api(settings.home, api.url)
+            await trio.to_thread.run_sync(remember, settings.home, membership)
             on_started(
                 Started(
                     node_id=transport.node_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import socket
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from meshinfer.api.backend import Backend
 from meshinfer.api.control import ControlApi
 from meshinfer.api.errors import NotFound, headers_of, openai_body, status_of
-from meshinfer.api.guard import Guard
+from meshinfer.api.guard import Guard, require_key
 from meshinfer.api.health import HealthApi
 from meshinfer.api.inference import InferenceApi
 from meshinfer.api.metrics import Metrics
@@ -79,17 +80,12 @@ def make_app(backend: Backend, settings: Settings) -> ASGIApp:
 
 async def serve(
     app: ASGIApp,
-    settings: Settings,
+    listener: socket.socket,
     *,
     stop: trio.Event | None = None,
     task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve `app` until `stop` is set (open answers get GRACE_SECONDS) or the task is cancelled.
-
-    Raises:
-        BadInput: the address cannot be had.
-    """
-    listener = _listen(settings.api_host, settings.api_port)
+    """Serve `app` at what `listen` gave until `stop` is set (open answers get GRACE_SECONDS) or the task is cancelled."""
     host, port = listener.getsockname()[:2]
     config = Config()
     # Hypercorn takes the socket over by its number, so that what is bound is known before it starts.
@@ -108,15 +104,23 @@ async def serve(
         task_status.started(Address(host, port))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(settings: Settings) -> socket.socket:
+    """Take the API's address; who connects before `serve` waits for it.
+
+    Raises:
+        BadInput: the address cannot be had, or may not be served (see `guard`).
+    """
+    require_key(settings)
+    host, port = settings.api_host, settings.api_port
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError, UnicodeError) as error:
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise BadInput(
-            f"the HTTP API cannot listen on {host}:{port}: {error}",
+            f"the HTTP API cannot listen on {host}:{port}: {'the port is in use' if in_use else error}",
             expected="a free port on an address of this machine",
-            do="choose another port, or end what uses it",
+            do="choose another port with --api-port (0: any free one), or end what uses it",
         ) from error
 
 

@@ -1,10 +1,11 @@
 """Who may call, before anything else looks at the request.
 
-| bound to              | open to                                                                  |
-|-----------------------|--------------------------------------------------------------------------|
-| loopback              | programs on this machine; not web pages that a browser was led to        |
-| anything else         | who sends the API key, as `Authorization: Bearer` or `x-api-key`         |
-| anything else, `api_without_key` | everyone who can reach it; not web pages of other origins     |
+| bound to                         | open to                                                       |
+|----------------------------------|---------------------------------------------------------------|
+| loopback, no key set             | programs on this machine; not web pages of other origins      |
+| anything, a key set              | who sends it, as `Authorization: Bearer` or `x-api-key`       |
+| anything else, no key set        | nobody: the agent does not start                              |
+| anything, `api_without_key`      | everyone who can reach it; not web pages of other origins     |
 
 A web page anywhere can make its visitor's browser send requests to `http://127.0.0.1:52415`. Three
 things keep it out. Cross-origin answers stay unreadable, as no CORS header is ever sent. A request
@@ -43,25 +44,34 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def require_key(settings: Settings) -> None:
+    """
+    Raises:
+        BadInput: bound beyond loopback without a key, and nobody said that this is meant.
+    """
+    if not (settings.api_key or settings.api_without_key or is_loopback(settings.api_host)):
+        raise BadInput(
+            f"the HTTP API on {settings.api_host} has no key",
+            expected="an API key wherever others can reach it",
+            do="give one with --api-key or MESHINFER_API_KEY, bind to 127.0.0.1, or let everyone in with "
+            "--api-without-key",
+        )
+
+
 class Guard:
     """ASGI middleware: gives each request its id, and lets in who may come in."""
 
     def __init__(self, app: ASGIApp, settings: Settings, new_request_id: Callable[[], str]) -> None:
         """
         Raises:
-            BadInput: bound beyond loopback without a key, and nobody said that this is meant.
+            BadInput: as `require_key` says.
         """
+        require_key(settings)
         self._app = app
         self._loopback = is_loopback(settings.api_host)
         self._key = settings.api_key.encode()
-        self._needs_key = not self._loopback and not settings.api_without_key
+        self._needs_key = bool(self._key) and not settings.api_without_key
         self._new_request_id = new_request_id
-        if self._needs_key and not self._key:
-            raise BadInput(
-                f"the HTTP API on {settings.api_host} has no key",
-                expected="an API key wherever others can reach it",
-                do="set one (api_key), bind to 127.0.0.1, or allow everyone by name (api_without_key)",
-            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

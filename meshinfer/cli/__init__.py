@@ -3,7 +3,8 @@
     up                       runs the agent (the only command that loads it)
     join, invite             the mesh key of a home: files, no agent needed
     models                   the models of a home: files and downloads, no agent needed
-    status, plan, chat       ask a running agent over HTTP, as any other client would
+    status, plan, chat, unload
+                             ask a running agent over HTTP, as any other client would
 
 Each command is a module that reads options, asks, and shows the answer; nothing is decided here.
 Modules import what is heavy inside their functions, so that `meshinfer --help` stays under 0.3 s:

@@ -47,6 +47,11 @@ def post(url: str, api_key: str, path: str, body: Any) -> Any:
     return _request(url, api_key, "POST", path, json=body)
 
 
+def delete(url: str, api_key: str, path: str) -> Any:
+    """What `DELETE path` answers. Raises as `get` does."""
+    return _request(url, api_key, "DELETE", path)
+
+
 def _request(url: str, api_key: str, method: str, path: str, **content: Any) -> Any:
     try:
         with http_client(url, api_key) as client:

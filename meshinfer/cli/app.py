@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshinfer.base.errors import MeshinferError
-from meshinfer.cli import chat, membership, models, plan, status, up, version
+from meshinfer.cli import chat, membership, models, plan, status, unload, up, version
 from meshinfer.cli.terminal import err, show_error
 
 
@@ -43,4 +43,5 @@ app.add_typer(models.app, name="models", rich_help_panel="This node")
 app.command(rich_help_panel="The mesh")(status.status)
 app.command(rich_help_panel="The mesh")(plan.plan)
 app.command(rich_help_panel="The mesh")(chat.chat)
+app.command(rich_help_panel="The mesh")(unload.unload)
 app.command(rich_help_panel="Other")(version.version)

@@ -26,11 +26,12 @@ def join(
 ) -> None:
     """Remember a mesh's join code. Once on each laptop; then `meshinfer up`."""
     from meshinfer.transport import mesh_key
+    from meshinfer.transport.home_lock import agent_runs
 
     place = home_or_default(home)
     mesh_key.join(place, " ".join(code))
     err.print("Remembered. From now on `meshinfer up` joins that mesh.")
-    if (place / "agent.pid").exists():
+    if agent_runs(place):
         err.print("The agent that runs here keeps its mesh until it is started again.", style="yellow")
 
 

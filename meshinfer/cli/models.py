@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from meshinfer.base.errors import Refused, UnknownModel
 from meshinfer.base.ids import ModelId, parse_model_id
 from meshinfer.base.units import format_bytes
 from meshinfer.cli.options import (
@@ -102,15 +103,24 @@ def pull_model(
 
 
 @app.command("rm")
-def remove_model(
-    model: ModelArgument, home: HomeOption = None, api: ApiOption = DEFAULT_API_URL, api_key: ApiKeyOption = ""
-) -> None:
+def remove_model(model: ModelArgument, home: HomeOption = None, api_key: ApiKeyOption = "") -> None:
     """Delete a model from this node, and what a pull of it left unfinished."""
     from meshinfer.models.store import ModelStore
+    from meshinfer.transport.home_lock import api_of
 
     place = home_or_default(home)
-    in_use = (place / "agent.pid").exists() and _serves(api, api_key, model)
-    ModelStore(place / "models").remove(ModelId(model), in_use=in_use)
+    # The agent of this home and no other: while it does not answer yet, it holds no seat either.
+    api = api_of(place)
+    seats_of = _instances_here(api, api_key, model) if api else []
+    if seats_of:
+        raise Refused(
+            f"{model} is in use: this node has a seat of instance {', '.join(seats_of)}",
+            do=f"`meshinfer unload {model} --api {api}` first",
+        )
+    try:
+        ModelStore(place / "models").remove(ModelId(model))
+    except UnknownModel as error:
+        raise UnknownModel(error.what, do="`meshinfer models list` shows what is here") from error
     err.print(f"{model} is deleted from this node.")
 
 
@@ -124,7 +134,13 @@ def _in_the_mesh(api: str, api_key: str) -> dict[str, list[str]]:
         return {}
 
 
-def _serves(api: str, api_key: str, model: str) -> bool:
+def _instances_here(api: str, api_key: str, model: str) -> list[str]:
+    """The model's instances that have a seat on that very node."""
     from meshinfer.cli.agent_client import get
 
-    return any(instance["model_id"] == model for instance in get(api, api_key, "/instance")["instances"])
+    here = get(api, api_key, "/node_id")
+    return [
+        instance["instance_id"]
+        for instance in get(api, api_key, "/instance")["instances"]
+        if instance["model_id"] == model and any(seat["node_id"] == here for seat in instance["seats"])
+    ]

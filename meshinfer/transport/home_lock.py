@@ -1,7 +1,8 @@
 """One agent per home: two agents with one identity would answer for each other and neither could be reached.
 
 The lock is the operating system's own, so it dies with the process that holds it, however that ends.
-Beside it lies the holder's process id, for the message only.
+Beside it lies the holder's process id, for the message only, and where its API answers, for commands that are
+about this home. Neither proves that an agent runs: a killed one leaves them behind. Only the lock does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ import filelock
 
 from meshinfer.base.errors import BadInput
 
+LOOK_SECONDS = 0.3
+"""How long a start waits for the lock: a command that looks whether an agent runs holds it for a moment."""
+
+_LOCK, _PID, _API = "agent.lock", "agent.pid", "agent.api"
+
 
 @contextmanager
 def one_agent(home: Path) -> Generator[None]:
@@ -23,27 +29,55 @@ def one_agent(home: Path) -> Generator[None]:
     Raises:
         BadInput: another live agent holds it; or it cannot be written.
     """
-    pid_file = home / "agent.pid"
-    lock = filelock.FileLock(home / "agent.lock", timeout=0)
+    lock = filelock.FileLock(home / _LOCK, timeout=LOOK_SECONDS)
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout:
         raise BadInput(
-            f"another agent (pid {_pid(pid_file)}) runs in {home}",
+            f"another agent (pid {_pid(home / _PID)}) runs in {home}",
             expected="one agent per home",
-            do="stop that one, or give this one a home of its own with MESHINFER_HOME",
+            do="stop that one, or give this one a home of its own with --home or MESHINFER_HOME",
         ) from None
     except OSError as error:
         raise BadInput(
-            f"{home} cannot be used: {error.strerror}", do="set MESHINFER_HOME to a directory of yours"
+            f"{home} cannot be used: {error.strerror}", do="name a directory of yours with --home or MESHINFER_HOME"
         ) from error
     try:
-        pid_file.write_text(f"{os.getpid()}\n")
+        (home / _API).unlink(missing_ok=True)  # a killed agent's
+        (home / _PID).write_text(f"{os.getpid()}\n")
         yield
     finally:
-        pid_file.unlink(missing_ok=True)
+        for note in (_PID, _API):
+            (home / note).unlink(missing_ok=True)
         lock.release()
+
+
+def agent_runs(home: Path) -> bool:
+    """Whether a live agent holds `home`."""
+    if not (home / _LOCK).exists():
+        return False
+    lock = filelock.FileLock(home / _LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def note_api(home: Path, url: str) -> None:
+    """Leave word where the agent of `home` answers; `one_agent` takes it away."""
+    (home / _API).write_text(f"{url}\n")
+
+
+def api_of(home: Path) -> str | None:
+    """Where the agent of `home` answers; None while it does not yet, or if none runs."""
+    try:
+        noted = (home / _API).read_text()[:256].strip()
+    except OSError:
+        return None
+    return noted if noted and agent_runs(home) else None
 
 
 def _pid(pid_file: Path) -> str:

@@ -1,7 +1,7 @@
 """Who may come in: a mesh is all the agents that know one key, and a person carries it as six words.
 
-`meshinfer up` on the first laptop draws a join code; `meshinfer join CODE` on each other laptop
-remembers it. The code is six words of the EFF's long list, drawn by the system's generator:
+`meshinfer up` on the first laptop draws a join code, and remembers it once it serves, since only then
+is it shown; `meshinfer join CODE` on each other laptop remembers it. The code is six words of the EFF's long list, drawn by the system's generator:
 7772 words (four of the 7776 have a hyphen of their own) give 6 × log2 7772 = 77.5 bits, more than
 anyone can search even without the stretching below. Words because people read them aloud across
 a room; six because a seventh makes nobody safer.
@@ -82,20 +82,22 @@ def new_join_code() -> JoinCode:
     return JoinCode(tuple(secrets.choice(word_list()) for _ in range(WORDS_PER_CODE)))
 
 
-def parse_join_code(text: str) -> JoinCode:
+def parse_join_code(text: str, *, suggest: bool = False) -> JoinCode:
     """The code in `text`, as people type it: any case, any separators.
 
+    `suggest`: say which words a mistyped one may have been. Only to whoever is typing.
+
     Raises:
-        BadInput: a word that is not on the list, or not six of them. The message repeats no word that is on
-            the list, since messages are logged and a code with one typing mistake is nearly the code.
+        BadInput: a word that is not on the list, or not six of them. The message repeats nothing of the text, since
+            messages are logged, and a code with one typing mistake, or without its dashes, is nearly the code.
     """
     words = tuple(re.findall(r"[^\W\d_]+", text[:MAX_SECRET_BYTES].casefold()))
     known = frozenset(word_list())
     for position, word in enumerate(words[:WORDS_PER_CODE], start=1):
         if word not in known:
-            close = difflib.get_close_matches(word, word_list(), n=3)
-            meant = f"word {position} to be {' or '.join(close)}" if close else "words of the EFF long list"
-            raise BadInput(f"{word[:32]!r} is not a word of a join code", expected=meant, do=_ADVICE)
+            close = difflib.get_close_matches(word, word_list(), n=3) if suggest else []
+            meant = " or ".join(close) or f"{WORDS_PER_CODE} words of the EFF long list, with dashes or spaces between"
+            raise BadInput(f"word {position} is not a word of a join code", expected=meant, do=_ADVICE)
     if len(words) != WORDS_PER_CODE:
         raise BadInput(f"a join code of {len(words)} words", expected=f"{WORDS_PER_CODE} words", do=_ADVICE)
     return JoinCode(words)
@@ -156,14 +158,14 @@ class Membership:
     code: JoinCode | None
     """None: the mesh is open."""
     source: Literal["made", "home", "file", "environment", "open"]
-    """made: drawn just now, so that the code should be shown to the person at the keyboard."""
+    """made: drawn just now. Nobody knows it yet: `remember` it, and show it to the person at the keyboard."""
 
 
 def load_or_make(
     home: Path, *, key_file: Path | None = None, environment: Mapping[str, str] = os.environ, open_mesh: bool = False
 ) -> Membership:
     """What `up` uses: the open mesh if asked for, else the code in `key_file`, else MESHINFER_JOIN_CODE, else what this
-    home remembers, else a new one, which is remembered.
+    home remembers, else a new one. Writes nothing: a start that fails leaves no mesh that nobody was told of.
 
     Raises:
         BadInput: the first of these that is there holds no join code, or can be read by others.
@@ -176,11 +178,19 @@ def load_or_make(
         return _member(_parse(named, JOIN_CODE_VARIABLE), "environment")
     if (remembered := remembered_code(home)) is not None:
         return _member(remembered, "home")
-    code = new_join_code()
-    if not write_secret(home / _CODE_FILE, f"{code.reveal()}\n".encode(), replace=False):
-        # Another first start in this home was quicker by a moment: its code holds.
-        code = remembered_code(home) or code
-    return _member(code, "made")
+    return _member(new_join_code(), "made")
+
+
+def remember(home: Path, made: Membership) -> None:
+    """Keep the code of a mesh that was made just now, for the next start.
+
+    If `join` has put another there meanwhile, that one holds from the next start on.
+
+    Raises:
+        BadInput: the home cannot be written.
+    """
+    if made.source == "made" and made.code is not None:
+        write_secret(home / _CODE_FILE, f"{made.code.reveal()}\n".encode(), replace=False)
 
 
 def join(home: Path, text: str) -> Membership:
@@ -189,7 +199,7 @@ def join(home: Path, text: str) -> Membership:
     Raises:
         BadInput: not a join code.
     """
-    code = parse_join_code(text)
+    code = parse_join_code(text, suggest=True)
     write_secret(home / _CODE_FILE, f"{code.reveal()}\n".encode(), replace=True)
     return _member(code, "home")
 

@@ -76,6 +76,6 @@ def write_secret(path: Path, content: bytes, *, replace: bool) -> bool:
     except OSError as error:
         raise BadInput(
             f"{path} cannot be written: {error.strerror}",
-            do="check the disk and the directory's owner, or set MESHINFER_HOME",
+            do="check the disk and the directory's owner, or name another with --home or MESHINFER_HOME",
         ) from error
     return True

@@ -53,7 +53,7 @@ def test_a_question_is_answered_and_the_model_stays_loaded(running: RunningAgent
 def test_a_served_model_is_not_removed(running: RunningAgent):
     meshinfer("chat", MODEL, "Hello", "--max-tokens", "1", "--api", running.url)
 
-    result = meshinfer("models", "rm", MODEL, "--api", running.url, home=running.home)
+    result = meshinfer("models", "rm", MODEL, home=running.home)
 
     assert result.returncode == 1
     assert "in use" in result.stderr

@@ -14,7 +14,7 @@ import httpx
 import openai
 import trio
 
-from meshinfer.api.app import make_app, serve
+from meshinfer.api.app import listen, make_app, serve
 from meshinfer.config import Settings
 from meshinfer.testing.backend import FakeBackend
 
@@ -60,7 +60,7 @@ async def running(directory: Path, *, backend: FakeBackend | None = None, **dial
     backend = backend or FakeBackend(directory)
     settings = Settings(home=directory, api_port=0, **{"context_tokens": 512, **dials})
     async with trio.open_nursery() as nursery:
-        address = await nursery.start(partial(serve, make_app(backend, settings), settings))
+        address = await nursery.start(partial(serve, make_app(backend, settings), listen(settings)))
         yield Server(backend, address.url)
         nursery.cancel_scope.cancel()
 

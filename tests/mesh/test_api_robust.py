@@ -13,7 +13,7 @@ import pytest
 import trio
 from api_server import ASK, Server, running
 
-from meshinfer.api.app import make_app, serve
+from meshinfer.api.app import listen, make_app, serve
 from meshinfer.base.errors import BadInput
 from meshinfer.config import Settings
 from meshinfer.serving.requests import GenerateRequest
@@ -99,7 +99,7 @@ async def test_a_port_in_use_is_said_before_anything_else(tmp_path: Path):
         port = int(server.url.rsplit(":", maxsplit=1)[1])
         settings = Settings(home=tmp_path, api_port=port)
         with pytest.raises(BadInput, match=f"cannot listen on 127.0.0.1:{port}.*another port"):
-            await serve(make_app(server.backend, settings), settings)
+            listen(settings)
         assert await _still_serves(server)
 
 
@@ -148,7 +148,7 @@ async def test_stopping_ends_with_an_open_answer(tmp_path: Path):
     settings = Settings(home=tmp_path, api_port=0)
     stop, begun, ended = trio.Event(), threading.Event(), threading.Event()
     async with trio.open_nursery() as nursery:
-        address = await nursery.start(partial(serve, make_app(backend, settings), settings, stop=stop))
+        address = await nursery.start(partial(serve, make_app(backend, settings), listen(settings), stop=stop))
         server = Server(backend, address.url)
 
         def read(client: openai.OpenAI) -> None:

@@ -70,6 +70,11 @@ def test_everyone_may_come_if_that_is_said():
     assert _code({"host": "box"}, api_host="0.0.0.0", api_without_key=True) == "open"
 
 
+@pytest.mark.parametrize(("headers", "code"), [({}, "invalid_api_key"), ({"x-api-key": "s3cret"}, "open")])
+def test_a_key_that_is_set_is_wanted_on_loopback_too(headers: dict[str, str], code: str):
+    assert _code({"host": "localhost", **headers}, api_key="s3cret") == code
+
+
 def test_no_key_beyond_loopback_is_a_mistake():
     with pytest.raises(BadInput, match="no key"):
         Guard(_app, Settings(api_host="0.0.0.0"), lambda: "id")

@@ -24,6 +24,7 @@ from meshinfer.transport.mesh_key import (
     load_or_make,
     new_join_code,
     parse_join_code,
+    remember,
     remembered_code,
     word_list,
 )
@@ -59,8 +60,18 @@ def test_anything_else_is_bad_input_and_nothing_worse(text):
 
 
 def test_a_mistyped_word_is_named_with_what_it_may_have_been():
-    with pytest.raises(BadInput, match=r"'abdoman' is not a word.*word 2 to be abdomen"):
-        parse_join_code("abacus abdoman abdominal abide abiding ability")
+    mistyped = "abacus abdoman abdominal abide abiding ability"
+    with pytest.raises(BadInput, match=r"word 2 is not a word.*expected abdomen"):
+        parse_join_code(mistyped, suggest=True)
+    with pytest.raises(BadInput, match="word 2 is not a word") as caught:
+        parse_join_code(mistyped)
+    assert "abdomen" not in str(caught.value)  # it may be written to a log
+
+
+def test_an_error_does_not_repeat_a_code_without_its_dashes():
+    with pytest.raises(BadInput, match="dashes or spaces") as caught:
+        parse_join_code(CODE.replace("-", ""), suggest=True)
+    assert CODE[:8] not in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 7])
@@ -111,6 +122,7 @@ def test_neither_key_nor_code_shows_itself(tmp_path, caplog):
 
 def test_the_first_start_makes_a_mesh_and_the_next_is_in_it(tmp_path):
     made = load_or_make(tmp_path / "home", environment={})
+    remember(tmp_path / "home", made)
     again = load_or_make(tmp_path / "home", environment={})
     assert (made.source, again.source) == ("made", "home")
     assert made.code == again.code == remembered_code(tmp_path / "home")
@@ -120,8 +132,21 @@ def test_the_first_start_makes_a_mesh_and_the_next_is_in_it(tmp_path):
     assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
 
 
+def test_a_start_that_fails_leaves_no_mesh_that_nobody_was_told_of(tmp_path):
+    load_or_make(tmp_path / "home", environment={})
+    assert not (tmp_path / "home").exists()
+    assert load_or_make(tmp_path / "home", environment={}).source == "made"
+
+
+def test_who_joins_while_the_first_start_runs_is_not_overruled(tmp_path):
+    made = load_or_make(tmp_path, environment={})
+    join(tmp_path, CODE)
+    remember(tmp_path, made)
+    assert remembered_code(tmp_path) == parse_join_code(CODE)
+
+
 def test_joining_replaces_what_was_remembered(tmp_path):
-    load_or_make(tmp_path, environment={})
+    remember(tmp_path, load_or_make(tmp_path, environment={}))
     joined = join(tmp_path, CODE.upper().replace("-", " "))
     assert joined.code is not None
     assert joined.code.reveal() == CODE
@@ -134,6 +159,7 @@ def test_joining_replaces_what_was_remembered(tmp_path):
 def test_a_key_file_comes_before_the_environment_and_that_before_the_home(tmp_path):
     home = tmp_path / "home"
     remembered = load_or_make(home, environment={})
+    remember(home, remembered)
     from_environment = load_or_make(home, environment={JOIN_CODE_VARIABLE: CODE})
     assert from_environment.source == "environment"
     assert from_environment.code == parse_join_code(CODE)
@@ -163,7 +189,7 @@ def test_a_missing_key_file_is_named(tmp_path):
 
 
 def test_a_code_that_others_could_read_is_not_used(tmp_path):
-    load_or_make(tmp_path, environment={})
+    join(tmp_path, CODE)
     (tmp_path / "join-code").chmod(0o644)
     with pytest.raises(BadInput, match="chmod 600"):
         load_or_make(tmp_path, environment={})
@@ -173,4 +199,4 @@ def test_a_code_that_others_could_read_is_not_used(tmp_path):
 def test_a_home_that_cannot_be_written_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(BadInput, match="cannot be written"):
-        load_or_make(tmp_path / "home", environment={})
+        remember(tmp_path / "home", load_or_make(tmp_path / "home", environment={}))

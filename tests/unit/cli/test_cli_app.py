@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from meshinfer.cli.app import app
 
 COMMANDS = [
-    "up", "join", "invite", "status", "plan", "chat", "version", "models", "models list", "models pull", "models rm",
+    "up", "join", "invite", "status", "plan", "chat", "unload", "version", "models", "models list", "models pull", "models rm",
 ]  # fmt: skip
 # Imports that take from 0.2 s to seconds.
 HEAVY = ["libp2p", "mlx", "mlx_lm", "transformers", "trio", "httpx", "huggingface_hub", "msgspec", "numpy"]

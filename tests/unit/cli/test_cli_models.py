@@ -7,6 +7,7 @@ from scripted_agent import ScriptedAgent
 from typer.testing import CliRunner
 
 from meshinfer.cli.app import app
+from meshinfer.transport.home_lock import note_api, one_agent
 
 
 def run(home: Path, url: str, *arguments: str):
@@ -37,18 +38,69 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(tmp_path: Pa
     assert "smollm2-135m" in result.stderr
 
 
-def test_what_is_not_here_cannot_be_removed(tmp_path: Path, unused_url: str):
-    result = run(tmp_path, unused_url, "rm", "smollm2-135m")
+def remove(home: Path, model: str):
+    return CliRunner().invoke(app, ["models", "rm", model, "--home", str(home)])
+
+
+def test_what_is_not_here_cannot_be_removed(tmp_path: Path):
+    result = remove(tmp_path, "smollm2-135m")
 
     assert result.exit_code == 1
     assert "no model smollm2-135m" in result.stderr
+    assert "models list" in result.stderr
+    assert "pull" not in result.stderr
 
 
-def test_a_model_that_is_served_is_not_removed(tmp_path: Path, agent: ScriptedAgent):
-    (tmp_path / "agent.pid").write_text("1\n")
-    agent.says("/instance", {"instances": [{"model_id": "tiny", "state": "ready"}]})
+INSTANCE = {"instance_id": "abc", "model_id": "tiny", "state": "ready", "seats": [{"node_id": "idA"}]}
 
-    result = run(tmp_path, agent.url, "rm", "tiny")
+
+def test_a_model_that_is_served_here_is_not_removed(tmp_path: Path, agent: ScriptedAgent):
+    agent.says("/node_id", "idA")
+    agent.says("/instance", {"instances": [INSTANCE]})
+
+    with one_agent(tmp_path):
+        note_api(tmp_path, agent.url)
+        result = remove(tmp_path, "tiny")
 
     assert result.exit_code == 1
     assert "in use" in result.stderr
+    assert "meshinfer unload tiny" in result.stderr
+
+
+def test_what_others_serve_does_not_keep_a_model_here(tmp_path: Path, agent: ScriptedAgent):
+    agent.says("/node_id", "idB")
+    agent.says("/instance", {"instances": [INSTANCE]})
+
+    with one_agent(tmp_path):
+        note_api(tmp_path, agent.url)
+        result = remove(tmp_path, "tiny")
+
+    assert "no model tiny" in result.stderr
+
+
+def test_what_a_killed_agent_left_behind_is_no_agent(tmp_path: Path, agent: ScriptedAgent):
+    for note, text in (("agent.lock", ""), ("agent.pid", "1\n"), ("agent.api", f"{agent.url}\n")):
+        (tmp_path / note).write_text(text)
+
+    assert "no model tiny" in remove(tmp_path, "tiny").stderr
+    assert agent.asked == []
+
+
+def test_unloading_deletes_the_instances_of_that_model_alone(agent: ScriptedAgent):
+    agent.says("/instance", {"instances": [INSTANCE, {**INSTANCE, "instance_id": "other", "model_id": "large"}]})
+    agent.says("/instance/abc", {"instance_id": "abc", "freed_bytes": 2**20, "unconfirmed": []})
+
+    result = CliRunner().invoke(app, ["unload", "tiny", "--api", agent.url])
+
+    assert result.exit_code == 0, result.stderr
+    assert [path for path, _ in agent.asked] == ["/instance", "/instance/abc"]
+    assert "1.0 MiB" in result.stderr
+
+
+def test_what_is_not_loaded_cannot_be_unloaded(agent: ScriptedAgent):
+    agent.says("/instance", {"instances": []})
+
+    result = CliRunner().invoke(app, ["unload", "tiny", "--api", agent.url])
+
+    assert result.exit_code == 1
+    assert "no instance" in result.stderr
