@@ -33,9 +33,10 @@ from meshinfer.engine.headers import TensorFile, read_model_files
 from meshinfer.engine.loader import names_by_layer, open_model, parameters_read_by, vocabulary_of
 from meshinfer.engine.stage import Stage
 from meshinfer.engine.structure import Structure, arrays_in, dtype_name, layers_of
+from meshinfer.models.digests import sha256_of
+from meshinfer.models.progress import Watch
 from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
 
-_READ_BYTES = 2**20
 _PROBE_TOKENS = 3
 _SCAN_FLOPS = 6
 """Of a state-space scan, per element of its state and token: decay, input and output, each a product and a sum."""
@@ -106,15 +107,7 @@ def digest_of(directory: Path, files: Iterable[TensorFile], known: Mapping[str, 
         digest = known.get(file.name)
         if digest is None and not file.local:
             raise BadInput(f"{file.name} is not in {directory}", expected="its SHA-256 from a node that has it")
-        state.update(f"\n{file.name} {digest or _sha256(directory / file.name)}".encode())
-    return state.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    state = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            state.update(block)
+        state.update(f"\n{file.name} {digest or sha256_of(directory / file.name, Watch())}".encode())
     return state.hexdigest()
 
 

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +21,21 @@ import mlx.core as mx
 import mlx_lm
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPrivateUsage] - to name an unknown type
+from mlx_lm.utils import load_model
 
-from meshinfer.base.errors import CorruptModel
+from meshinfer.base.errors import BadInput, CorruptModel
 from meshinfer.engine.graph import LazyGraph
-from meshinfer.engine.headers import as_whole_directory, read_json, read_model_files
+from meshinfer.engine.headers import as_whole_directory, read_model_files
 from meshinfer.engine.stage import Stage
 from meshinfer.engine.structure import Structure, arrays_in, layers_of
 from meshinfer.engine.unpacking import unpack_for_many_rows
+from meshinfer.models.filenames import CONFIG
+from meshinfer.models.json_file import read_json
+from meshinfer.models.soundness import check_config
 
 Progress = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) after each layer."""
 
-_MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _WARM_UP_TOKENS = 2
 """More than one, so that the prefill's path is taken."""
 
@@ -91,9 +92,8 @@ def open_model(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
     Raises:
         CorruptModel: files or config are not a model that mlx-lm knows.
     """
-    config_path = directory / "config.json"
-    config = read_json(config_path)
-    _check_model_type(config_path, config)
+    config = read_json(directory / CONFIG)
+    _check_config(directory, config)
     files = read_model_files(directory)
     with as_whole_directory(directory, files) as whole:
         try:
@@ -140,23 +140,15 @@ def vocabulary_of(model: nn.Module, structure: Structure) -> int:
     return min(structure.logits_size, max(rows, default=structure.logits_size))
 
 
-def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
-    if "model_file" in config:
-        raise CorruptModel(
-            f"{path} wants to run its own code ({str(config['model_file'])[:80]!r})",
-            expected="a model that mlx-lm knows; code from models is never run",
-            do="take a conversion of it that needs none",
-        )
-    kind = config.get("model_type")
+def _check_config(directory: Path, config: dict[str, Any]) -> None:
     try:
-        if not (isinstance(kind, str) and _MODEL_TYPE.fullmatch(kind)):
-            raise ValueError(kind)  # noqa: TRY301 - unknown, like those that mlx-lm does not find
-        _get_classes(dict(config))
-    except (ValueError, AttributeError) as error:
+        check_config(config, where=str(directory))
+    except BadInput as error:
+        # The store refused such a model; one that has become it was changed, or is of another version's mlx-lm.
         raise CorruptModel(
-            f"{path} names the model type {str(kind)[:80]!r}",
-            expected=f"one that mlx-lm {mlx_lm.__version__} knows",
-            do="take another model, or a newer meshinfer",
+            error.what,
+            expected=f"a model that mlx-lm {mlx_lm.__version__} knows",
+            do=error.do or "take another model, or a newer meshinfer",
         ) from error
 
 

@@ -7,26 +7,26 @@ from file names, config and tensor headers: milliseconds, also for hundreds of g
 from __future__ import annotations
 
 import ast
-import json
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshinfer.base.errors import BadInput, CorruptModel
+from meshinfer.base.errors import BadInput
 from meshinfer.models.filenames import (
     CONFIG,
     TOKENIZER,
-    WEIGHTS_INDEX,
     WEIGHTS_PATTERN,
     is_model_file,
     is_pickle,
     is_weights,
 )
-from meshinfer.models.tensors import read_tensor_headers
+from meshinfer.models.json_file import read_json
+from meshinfer.models.tensors import check_index, read_tensor_headers
 
-MAX_JSON_BYTES = 64 * 1024 * 1024
-"""Of a config or an index; the largest index known (DeepSeek, 90 000 tensors) has 9 MB."""
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+"""It becomes a file's name."""
 
 
 def check_model(directory: Path) -> None:
@@ -72,17 +72,21 @@ def check_config(config: dict[str, Any], where: str) -> None:
         BadInput: it needs code from the repository, which we never run, or is unknown to mlx-lm.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise BadInput(f"the {CONFIG} of {where} names no model_type", expected="an mlx-lm model")
     if "model_file" in config:
         raise BadInput(
-            f"{where} wants to run its own Python file {config['model_file']!r:.80}",
+            f"{where} wants to run its own code ({str(config['model_file'])[:80]!r})",
             expected="an architecture that mlx-lm implements; code that comes with a model is never run",
+            do="take a conversion of it that needs none",
+        )
+    if not isinstance(model_type, str):
+        raise BadInput(
+            f"{where} names no model_type in its {CONFIG} (it names the model type {model_type!r:.80})",
+            expected="an mlx-lm model",
         )
     if not is_supported(model_type):
         remote = " and wants to run Python code of its repository (auto_map)" if config.get("auto_map") else ""
         raise BadInput(
-            f"{where} has model_type {model_type[:64]!r}, which mlx-lm does not implement{remote}",
+            f"{where} names the model type {model_type[:64]!r}, which mlx-lm does not implement{remote}",
             expected="one of mlx-lm's architectures; code that comes with a model is never run",
             do="`meshinfer models list` shows models that are known to run",
         )
@@ -91,26 +95,7 @@ def check_config(config: dict[str, Any], where: str) -> None:
 def is_supported(model_type: str) -> bool:
     """Whether the installed mlx-lm has this architecture. Looks at its files; importing it would load MLX."""
     module = _remapped().get(model_type, model_type)
-    return module.isidentifier() and any((place / "models" / f"{module}.py").is_file() for place in _mlx_lm())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        CorruptModel: not a JSON object.
-    """
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes")  # noqa: TRY301 - one message for all ways to be wrong
-        value: Any = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise TypeError("not an object")  # noqa: TRY301
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CorruptModel(
-            f"{path.name} in {path.parent} is corrupt: {error}", expected="a JSON object", do="fetch this file again"
-        ) from error
-    return value
+    return _MODEL_TYPE.fullmatch(module) is not None and _is_architecture(module)
 
 
 def model_files(directory: Path) -> list[Path]:
@@ -119,20 +104,7 @@ def model_files(directory: Path) -> list[Path]:
 
 
 def _check_weights(directory: Path, names: list[str]) -> None:
-    for name in names:
-        read_tensor_headers(directory / name)
-    if not (directory / WEIGHTS_INDEX).is_file():
-        return
-    weight_map = read_json(directory / WEIGHTS_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CorruptModel(f"{WEIGHTS_INDEX} in {directory} has no weight_map", do="fetch this file again")
-    missing = sorted({str(name) for name in weight_map.values()} - set(names))
-    if missing:
-        raise CorruptModel(
-            f"{missing[0][:128]} of {directory} is missing ({len(missing)} in all)",
-            expected=f"every file that {WEIGHTS_INDEX} names",
-            do="fetch the missing files",
-        )
+    check_index(directory, {name: [tensor.name for tensor in read_tensor_headers(directory / name)] for name in names})
 
 
 @cache
@@ -149,3 +121,19 @@ def _remapped() -> dict[str, str]:
             if isinstance(node, ast.Assign) and "MODEL_REMAPPING" in [ast.unparse(target) for target in node.targets]:
                 return ast.literal_eval(node.value)
     return {}
+
+
+@cache
+def _is_architecture(module: str) -> bool:
+    """Whether mlx-lm's file of this name has the two classes that make it one; others hold what models share."""
+    for place in _mlx_lm():
+        file = place / "models" / f"{module}.py"
+        if file.is_file():
+            named: set[str] = set()
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    named.add(node.name)
+                elif isinstance(node, ast.ImportFrom):
+                    named.update(alias.asname or alias.name for alias in node.names)
+            return {"Model", "ModelArgs"} <= named
+    return False

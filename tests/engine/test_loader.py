@@ -16,10 +16,11 @@ from mlx.utils import tree_flatten
 from tiny_models import CONFIGS, VOCABULARY, make_model, write_model
 
 from meshinfer.base.errors import CorruptModel
-from meshinfer.engine.headers import HEADERS_FILE, INDEX_FILE, as_whole_directory, read_model_files, write_headers
+from meshinfer.engine.headers import HEADERS_FILE, as_whole_directory, read_model_files, write_headers
 from meshinfer.engine.loader import load_seat, open_model, parameters_of
 from meshinfer.engine.structure import NotSplittable
 from meshinfer.engine.unpacking import UNPACK_FROM_ROWS, unpack_for_many_rows
+from meshinfer.models.filenames import WEIGHTS_INDEX
 
 FILES = 3
 SLACK_BYTES = 4096
@@ -246,9 +247,9 @@ def test_a_missing_file_is_named(model_directory: Path) -> None:
 
 
 def test_a_tensor_that_the_index_promises_must_be_there(model_directory: Path) -> None:
-    index = json.loads((model_directory / INDEX_FILE).read_text())
+    index = json.loads((model_directory / WEIGHTS_INDEX).read_text())
     index["weight_map"]["model.extra.weight"] = f"model-00001-of-{FILES:05}.safetensors"
-    (model_directory / INDEX_FILE).write_text(json.dumps(index))
+    (model_directory / WEIGHTS_INDEX).write_text(json.dumps(index))
     with pytest.raises(CorruptModel, match=r"lacks the tensor 'model.extra.weight'"):
         open_model(model_directory)
 

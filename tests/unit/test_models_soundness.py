@@ -61,6 +61,9 @@ def test_garbage_is_corrupt_and_nothing_worse(tmp_path_factory: pytest.TempPathF
         with_header({"a": 1}),
         with_header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}),
         with_header({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),
+        with_header({"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}, b"12345678"),
+        with_header({"a": {"dtype": "U8", "shape": [1] * 33, "data_offsets": [0, 1]}}, b"1"),
+        with_header({"a": {"dtype": "U8", "shape": [1], "data_offsets": [False, True]}}, b"1"),
         with_header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"1234"),
         with_header({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, b"1234"),
         with_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
@@ -69,7 +72,7 @@ def test_garbage_is_corrupt_and_nothing_worse(tmp_path_factory: pytest.TempPathF
         (8).to_bytes(8, "little") + b"[" * 8,
         (2**63).to_bytes(8, "little"),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_headers_that_cannot_be_are_corrupt(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(CorruptModel):
@@ -112,7 +115,9 @@ def test_model_types_are_looked_up_without_importing_the_engine() -> None:
     assert is_supported("llama")
     assert is_supported("qwen3")
     assert is_supported("mistral"), "by mlx-lm's table of types that another one's code serves"
+    assert is_supported("lfm2-vl"), "a name that is no identifier"
     assert not is_supported("martian")
+    assert not is_supported("cache"), "a file of mlx-lm's, but no architecture"
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -134,4 +139,10 @@ def test_a_shard_that_the_index_names_and_that_is_missing(directory: Path) -> No
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CorruptModel, match="model-00002-of-00002"):
+        check_model(directory)
+
+
+def test_a_tensor_that_the_index_names_and_that_its_file_lacks(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with pytest.raises(CorruptModel, match=r"model\.safetensors lacks the tensor 'a'"):
         check_model(directory)

@@ -41,8 +41,9 @@ from meshinfer.base.ids import ModelId
 from meshinfer.models.disk import require_free
 from meshinfer.models.download import download, open_client
 from meshinfer.models.filenames import CONFIG, KINDS, is_model_file
+from meshinfer.models.json_file import read_json
 from meshinfer.models.progress import Stopped, Watch
-from meshinfer.models.soundness import check_config, check_names, model_files, read_json
+from meshinfer.models.soundness import check_config, check_names, model_files
 from meshinfer.models.sources.directory import take_files
 from meshinfer.models.store import Staging
 
