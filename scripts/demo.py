@@ -14,14 +14,16 @@ node is never split, one node cannot), and a little more. The first placement re
 conversation, for which two nodes do not suffice. After the kill, the request's own placement reserves 512.
 
 Exit code 0 only if all of that happened. `--keep` then leaves the mesh up until Ctrl-C and prints its
-URLs. `--json FILE` writes the figures. Whatever happens, no process is left behind; when something
-went wrong, the agents' logs are kept, and their ends shown.
+URLs. `--json FILE` writes the figures. Whatever happens, no process is left behind: agents end by
+themselves when this one is killed or its terminal is closed. When something went wrong, their logs are
+kept, and the ends of those shown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -144,6 +146,12 @@ class Agent:
         assert self.process.stdout is not None
         return cast("TextIO", self.process.stdout)
 
+    def close(self) -> None:
+        """Its pipes; a live agent then leaves."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
     def runners(self) -> list[psutil.Process]:
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
@@ -167,7 +175,7 @@ class Agent:
             self.process.kill()
             screen.print(f"[yellow]{self.name}'s agent did not end by itself within {STOP_SECONDS:.0f} s[/]")
         self.process.wait(STOP_SECONDS)
-        self.output.close()
+        self.close()
         _, alive = psutil.wait_procs(self.left_over, timeout=STOP_SECONDS)
         for runner in alive:
             screen.print(f"[yellow]a runner of {self.name} (pid {runner.pid}) did not end with its agent[/]")
@@ -190,13 +198,25 @@ class Agents:
         home.mkdir()
         # The machine has one disk, so the three share the model's files; every runner reads its own layers only.
         (home / "models").symlink_to(self.cache / "models")
-        command = [sys.executable, "-m", "meshinfer.cli", "up", "--json", "--home", str(home), "--name", name]
+        command = [
+            sys.executable,
+            "-m",
+            "meshinfer.cli",
+            "up",
+            "--json",
+            "--end-with-stdin",
+            "--home",
+            str(home),
+            "--name",
+            name,
+        ]
         command += ["--mesh-key-file", str(key_file), "--api-port", "0"]
         command += ["--context", str(CONTEXT_TOKENS), "--concurrency", str(CONCURRENCY), *options]
         with (home / "agent.log").open("w") as log:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                # Nothing is ever written: it ends when we do, however that is, and the agent with it.
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -492,9 +512,13 @@ def give_up(*_: object) -> None:
     raise DemoFailedError(f"not done within {RUN_SECONDS:.0f} s")
 
 
-def end(*_: object) -> None:
-    # Unwinds the stack, so that agents are ended then, too.
-    raise SystemExit
+def end(number: int, _: object) -> None:
+    """Unwinds the stack, so that agents are ended then, too."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal may say so twice
+        signal.signal(ending, signal.SIG_IGN)
+    if number == signal.SIGHUP:
+        screen.file = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
+    raise SystemExit(128 + number)
 
 
 def main() -> int:
@@ -504,6 +528,8 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, give_up)
     signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` means to stay
+        signal.signal(signal.SIGHUP, end)
     signal.alarm(int(RUN_SECONDS))
     root = Path(tempfile.mkdtemp(prefix="meshinfer-demo-"))
     cache = platformdirs.user_cache_path("meshinfer-demo", appauthor=False)
@@ -522,7 +548,7 @@ def main() -> int:
     except (KeyboardInterrupt, SystemExit) as early:
         shutil.rmtree(root, ignore_errors=True)
         screen.print("\nended early")
-        return 130 if isinstance(early, KeyboardInterrupt) else 143  # 128 + the signal
+        return early.code if isinstance(early, SystemExit) and isinstance(early.code, int) else 128 + signal.SIGINT
     shutil.rmtree(root, ignore_errors=True)
     return 0
 

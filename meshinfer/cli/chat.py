@@ -107,7 +107,9 @@ class Dials:
 
 def chat(
     model: ModelArgument,
-    prompt: Annotated[str | None, typer.Argument(help="Asked once. Without it: a conversation.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Asked once. Without it: a conversation.")
+    ] = None,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="What the model is told before all else.")
     ] = None,

@@ -1,8 +1,8 @@
 """`meshinfer up`: the agent, in the foreground, until somebody ends it.
 
 Standard output says once where the agent answers and how others join; after that, the log goes to
-standard error. Ctrl-C and SIGTERM leave politely: the agent is cancelled, says goodbye to the mesh
-and ends its runners; a second signal does not wait for that.
+standard error. Ctrl-C, SIGTERM and a terminal that is closed (SIGHUP) leave politely: the agent is
+cancelled, says goodbye to the mesh and ends its runners; a second signal does not wait for that.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import shlex
 import signal
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,9 +24,9 @@ from rich.text import Text
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.units import format_bytes
 from meshinfer.cli.membership import print_invitation
-from meshinfer.cli.options import HomeOption, home_or_default, memory_size
+from meshinfer.cli.options import DEFAULT_API_URL, HomeOption, home_or_default, memory_size
 from meshinfer.cli.terminal import err, out
-from meshinfer.config import Settings
+from meshinfer.config import Settings, default_home
 
 if TYPE_CHECKING:
     import trio
@@ -167,6 +169,15 @@ def up(
     as_json: Annotated[
         bool, typer.Option("--json", help="Say what started as one line of JSON, for the script that started it.")
     ] = False,
+    with_stdin: Annotated[
+        bool,
+        typer.Option(
+            # For programs that start agents: what holds the other end may be killed, and nothing is left behind.
+            "--end-with-stdin",
+            hidden=True,
+            help="Leave when standard input ends.",
+        ),
+    ] = False,
     verbose: Annotated[
         int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log more; twice: everything.")
     ] = 0,
@@ -193,32 +204,52 @@ def up(
         concurrency=concurrency,
     )
     _log_to_stderr(verbose)
-    # Seconds, most of them libp2p.
-    with err.status("starting …"):
+    with err.status("starting …") as starting:
+        # Seconds, most of them libp2p; then the machine is measured.
         import trio
 
         from meshinfer.agent import run_agent
 
-    async def run() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
-            await run_agent(settings, partial(_show_started, as_json=as_json))
-            nursery.cancel_scope.cancel()
+        def show(started: Started) -> None:
+            starting.stop()
+            _show_started(started, settings, as_json=as_json)
 
-    try:
-        trio.run(run)
-    except BaseExceptionGroup as group:
-        raise (_the_one_to_tell(group) or group) from group
+        async def run() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
+                if with_stdin:
+                    nursery.start_soon(_cancel_at_end_of_stdin, nursery.cancel_scope)
+                await run_agent(settings, show)
+                nursery.cancel_scope.cancel()
+
+        try:
+            trio.run(run)
+        except BaseExceptionGroup as group:
+            raise (_the_one_to_tell(group) or group) from group
 
 
 async def _cancel_on_signal(scope: trio.CancelScope) -> None:
     """Ends the agent politely. Once this is cancelled, signals have their usual, sudden effect again."""
     import trio
 
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` means to stay
+        ending.append(signal.SIGHUP)
+    with trio.open_signal_receiver(*ending) as signals:
         async for _ in signals:
-            err.print("leaving …", style="dim")
+            with suppress(OSError):  # a terminal that is closed shows nothing any more
+                err.print("leaving …", style="dim")
             scope.cancel()
+
+
+async def _cancel_at_end_of_stdin(scope: trio.CancelScope) -> None:
+    """Ends the agent politely once nobody holds the other end of its standard input."""
+    import trio
+
+    async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
+        while await stdin.receive_some():
+            pass
+    scope.cancel()
 
 
 def _the_one_to_tell(group: BaseExceptionGroup[BaseException]) -> MeshinferError | None:
@@ -247,8 +278,10 @@ def _log_to_stderr(verbose: int) -> None:
         logging.getLogger("meshinfer.http").setLevel(logging.WARNING)
 
 
-def _show_started(started: Started, *, as_json: bool) -> None:
+def _show_started(started: Started, settings: Settings, *, as_json: bool) -> None:
     """What a person needs once: where it answers, and how others come in."""
+    at_home = "" if settings.home == default_home().absolute() else f" --home {shlex.quote(str(settings.home))}"
+    at_api = "" if started.api_url == DEFAULT_API_URL else f" --api {started.api_url}"
     if as_json:
         # One line, so that whoever started this process knows where it ends. The code stays out of it: such
         # output is kept in logs, and `meshinfer invite --json` gives the code to those who ask for it.
@@ -265,22 +298,24 @@ def _show_started(started: Started, *, as_json: bool) -> None:
     addresses = [each for each in started.addresses if not each.startswith(("127.", "[::1]"))] or started.addresses
     table.add_row(Text("Address", style="dim"), Text.assemble(", ".join(addresses), ("  for --peer", "dim")))
     table.add_row(
-        Text("Models", style="dim"), ", ".join(started.models) or "none yet: `meshinfer models pull smollm2-135m`"
+        Text("Models", style="dim"),
+        ", ".join(started.models) or f"none yet: `meshinfer models pull smollm2-135m{at_home}`",
     )
-    table.add_row(Text("Mesh", style="dim"), _mesh_words(started))
+    # Only to eyes: what is not a terminal is likely a log.
+    invites = started.key_source == "made" and started.join_code is not None and out.is_terminal
+    table.add_row(Text("Mesh", style="dim"), _mesh_words(started, "" if invites else f"meshinfer invite{at_home}"))
     out.print(table)
-    if started.key_source == "made" and started.join_code is not None:
+    if invites and started.join_code is not None:
         out.print()
         print_invitation(started.join_code)
     out.print()
-    out.print("Ctrl-C ends this node. In another terminal: meshinfer status, meshinfer chat MODEL", style="dim")
+    ways = f"meshinfer status{at_api}, meshinfer chat MODEL{at_api}"
+    out.print(f"Ctrl-C ends this node. In another terminal: {ways}", style="dim", soft_wrap=True)
 
 
-def _mesh_words(started: Started) -> Text:
-    match started.key_source:
-        case "open":
-            return Text("open: anyone in this network may join")
-        case "made":
-            return Text(f"{started.mesh_id}, made just now")
-        case _:
-            return Text.assemble(started.mesh_id, ("  `meshinfer invite` shows how others join", "dim"))
+def _mesh_words(started: Started, invite: str) -> Text:
+    """`invite`: the command that shows the join code, if that is worth saying."""
+    if started.key_source == "open":
+        return Text("open: anyone in this network may join")
+    made = ", made just now" if started.key_source == "made" else ""
+    return Text.assemble(started.mesh_id, made, (f"  `{invite}` shows how others join" if invite else "", "dim"))

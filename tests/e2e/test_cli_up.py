@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from agents import STOP_SECONDS, RunningAgent, agent, meshinfer
+from agents import START_SECONDS, STOP_SECONDS, RunningAgent, agent, meshinfer
+
+from meshinfer.transport.mesh_key import remembered_code
 
 MODEL = "smollm2-135m"
 
@@ -110,7 +114,7 @@ def test_an_open_api_without_a_key_is_refused(tmp_path: Path):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ending_it_is_quick_and_leaves_nothing(tmp_path: Path, how: signal.Signals):
     with agent(tmp_path, "--no-discovery") as ending:
         ending.process.send_signal(how)
@@ -118,6 +122,26 @@ def test_ending_it_is_quick_and_leaves_nothing(tmp_path: Path, how: signal.Signa
         assert ending.process.wait(STOP_SECONDS) == 0
         assert "Traceback" not in ending.log()
         assert not (tmp_path / "agent.pid").exists()
+
+
+def test_an_agent_ends_with_the_program_that_started_it(tmp_path: Path):
+    """However that ends: a closed pipe is all that a killed one leaves."""
+    command = [sys.executable, "-m", "meshinfer.cli", "up", "--end-with-stdin", "--no-discovery", "--api-port", "0"]
+    starting = subprocess.Popen([*command, "--home", str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    output, _ = starting.communicate(timeout=START_SECONDS)
+
+    assert starting.returncode == 0
+    assert not (tmp_path / "agent.pid").exists()
+    # What is not a terminal may be a log: no code, and no code that nobody was shown.
+    if (code := remembered_code(tmp_path)) is not None:
+        assert code.reveal() not in output.decode()
+
+
+def test_a_start_that_fails_makes_no_mesh(tmp_path: Path):
+    meshinfer("up", "--no-discovery", "--api-host", "0.0.0.0", "--api-port", "0", home=tmp_path)
+
+    assert remembered_code(tmp_path) is None
 
 
 def test_the_code_of_one_lets_the_other_in(tmp_path: Path, model_store: Path):
