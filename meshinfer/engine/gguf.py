@@ -15,7 +15,6 @@ Before MLX's reader sees the file, its header is read here and every number is c
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from collections import Counter
@@ -28,6 +27,7 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meshinfer.base.errors import BadInput, CorruptModel
+from meshinfer.base.files import sync
 
 SUPPORTED_ARCHITECTURES = ("llama",)
 
@@ -85,7 +85,7 @@ def convert_gguf(source: Path, target: Path) -> None:
     config = _config(header.metadata, weights, quantization)
     tensors = target / "model.safetensors"
     mx.save_safetensors(str(tensors), weights, metadata={"format": "mlx"})
-    _sync(tensors)
+    sync(tensors)
     index = {
         "metadata": {"total_size": sum(array.nbytes for array in weights.values())},
         "weight_map": dict.fromkeys(sorted(weights), tensors.name),
@@ -96,7 +96,7 @@ def convert_gguf(source: Path, target: Path) -> None:
     _write(target / "generation_config.json", json.dumps(_generation_config(header.metadata), indent=2))
     # The config comes last: a directory without one is no model.
     _write(target / "config.json", json.dumps(config, indent=2))
-    _sync(target)
+    sync(target)
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -366,13 +366,4 @@ def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """See the file, or the directory's entries, on disk before anybody relies on them."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from meshinfer.base.files import write_atomically
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.addresses import is_node_id, worth_dialling
-from meshinfer.mesh.files import write_atomically
 
 log = logging.getLogger(__name__)
 

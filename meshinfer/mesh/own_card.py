@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from meshinfer.base.errors import NoRoom
+from meshinfer.base.files import write_atomically
 from meshinfer.mesh.changes import Changes
-from meshinfer.mesh.files import write_atomically
 from meshinfer.topology.card import NodeCard
 from meshinfer.wire.codec import encode
 

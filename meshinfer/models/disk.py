@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from meshinfer.base.errors import BadInput, MeshinferError, NoRoom
+from meshinfer.base.files import sync
 from meshinfer.base.ids import ModelId
 from meshinfer.base.units import format_bytes
 
@@ -20,15 +20,6 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 def directory_name(model_id: ModelId) -> str:
     """`owner/name` → `owner--name`. One to one, since no id has two dashes in a row."""
     return model_id.replace("/", "--")
-
-
-def sync(path: Path) -> None:
-    """Have a file's bytes, or a directory's entries, on the disk itself before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def publish_directory(source: Path, destination: Path) -> None:

@@ -1,19 +1,19 @@
 """Small secrets in an agent's home: files that only their owner can read, and that are never seen half-written.
 
-A secret is written to a temporary file that is born with mode 0600, flushed to the disk, and put in
-its place in one step. So a crash leaves the old secret, or none, or the new one, and there is no
-moment at which another user could open it. Reading refuses a file whose mode has been widened: a
-key that others may have read is no longer a secret, and only a person can decide what to do then.
+A secret is written aside to a file that is born with mode 0600 and put in its place in one step
+(`base.files`), so there is no moment at which another user could open it. Reading refuses a file
+whose mode has been widened: a key that others may have read is no longer a secret, and only a person
+can decide what to do then.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 from meshinfer.base.errors import BadInput
+from meshinfer.base.files import write_atomically
 
 MAX_SECRET_BYTES = 4096
 """Keys and join codes take less than 100 bytes; a larger file is not one of ours."""
@@ -56,26 +56,9 @@ def write_secret(path: Path, content: bytes, *, replace: bool) -> bool:
         BadInput: the directory cannot be written.
     """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # mkstemp opens with O_EXCL and mode 0600.
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            if replace:
-                Path(temporary).replace(path)
-            else:
-                # A hard link, unlike a rename, fails if the name is taken: of two first starts, one wins.
-                path.hardlink_to(temporary)
-        except FileExistsError:
-            return False
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        return write_atomically(path, content, replace=replace)
     except OSError as error:
         raise BadInput(
             f"{path} cannot be written: {error.strerror}",
             do="check the disk and the directory's owner, or name another with --home or MESHINFER_HOME",
         ) from error
-    return True
