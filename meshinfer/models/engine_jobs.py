@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import msgspec
 
 from meshinfer.base.errors import ERRORS_BY_CODE, DeadlineExceeded, MeshinferError
 from meshinfer.base.ids import ModelId
+from meshinfer.models.engine_process import engine_command, engine_options
 from meshinfer.models.progress import Watch
 from meshinfer.planning.model_card import ModelCard
 
@@ -67,11 +67,9 @@ def _run(arguments: list[str], size_bytes: int, what: str, watch: Watch) -> byte
     """Last line of the runner's output."""
     allowed_seconds = _START_SECONDS + size_bytes / _BYTES_PER_SECOND
     deadline = time.monotonic() + allowed_seconds
-    # -P: a file named mlx.py where the user happens to stand is not what we want to import.
-    command = [sys.executable, "-P", "-m", "meshinfer.runner", *arguments]
     # Files rather than pipes: a process that writes much never blocks, and there is nothing to drain while we watch.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints)
+        process = subprocess.Popen(engine_command(*arguments), stdout=output, stderr=complaints, **engine_options())
         try:
             while True:
                 try:

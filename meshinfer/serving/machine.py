@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +18,15 @@ from typing import Any
 import psutil
 import trio
 
-from meshinfer.base.errors import MeshinferError
+from meshinfer.base.errors import DeadlineExceeded, MeshinferError
+from meshinfer.base.files import write_atomically
 from meshinfer.base.ids import digest_hex
+from meshinfer.models.engine_process import engine_command, run_engine
 from meshinfer.serving.available_memory import available_bytes
 
 ENGINE_ANSWER_SECONDS = 60.0
 """For importing MLX in a fresh process: 2 s, more on a cold disk or a busy machine."""
+_SEE = f"run it again; see {' '.join(engine_command('accelerator'))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ async def measure_machine(home: Path, memory_limit_bytes: int, memory_reserve: f
     Raises:
         MeshinferError: the engine cannot be loaded, with its own words.
     """
-    engine = await trio.to_thread.run_sync(_engine_facts, home)
+    engine = await _engine_facts(home)
     memory = psutil.virtual_memory()
     available = int(available_bytes() * (1 - memory_reserve))
     if engine.device_memory_bytes is not None:
@@ -75,37 +77,48 @@ def load_per_core() -> float:
     return round(os.getloadavg()[0] / (psutil.cpu_count() or 1), 2)
 
 
-def _engine_facts(home: Path) -> EngineFacts:
-    versions = [importlib.metadata.version(name) for name in ("meshinfer", "mlx", "mlx-lm")]
-    key = digest_hex("|".join([*versions, platform.platform(), sys.executable]).encode())
+async def _engine_facts(home: Path) -> EngineFacts:
+    key = await trio.to_thread.run_sync(_key)
     remembered = home / "engine.json"
-    try:
-        kept = json.loads(remembered.read_text())
-        if kept["key"] == key:
-            return _facts_from(kept["facts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not asked yet, or by another version: ask
-    facts = _ask_engine()
-    partial = remembered.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({"key": key, "facts": asdict(facts)}))
-    partial.replace(remembered)
+    facts = await trio.to_thread.run_sync(_recall, remembered, key)
+    if facts is None:
+        facts = await _ask_engine()
+        text = json.dumps({"key": key, "facts": asdict(facts)})
+        await trio.to_thread.run_sync(write_atomically, remembered, text.encode())
     return facts
 
 
-def _ask_engine() -> EngineFacts:
-    command = [sys.executable, "-m", "meshinfer.runner", "accelerator"]
+def _key() -> str:
+    """What the answer is true for."""
+    versions = [importlib.metadata.version(name) for name in ("meshinfer", "mlx", "mlx-lm")]
+    return digest_hex("|".join([*versions, platform.platform(), sys.executable]).encode())
+
+
+def _recall(remembered: Path, key: str) -> EngineFacts | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_ANSWER_SECONDS, check=True)
-        return _facts_from(json.loads(done.stdout.splitlines()[-1]))
-    except subprocess.CalledProcessError as error:
+        kept = json.loads(remembered.read_bytes())
+        return _facts_from(kept["facts"]) if kept["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not asked yet, or by another version: ask
+
+
+async def _ask_engine() -> EngineFacts:
+    try:
+        done = await run_engine(["accelerator"], ENGINE_ANSWER_SECONDS)
+    except OSError as error:
+        raise MeshinferError(f"the engine cannot be started: {error}", do=_SEE) from error
+    if done is None:
+        raise DeadlineExceeded(f"the engine gave no answer within {ENGINE_ANSWER_SECONDS:.0f} s", do=_SEE)
+    output, complaints = (text.decode(errors="replace").strip() for text in (done.stdout, done.stderr))
+    if done.returncode != 0:
         raise MeshinferError(
-            f"the engine cannot be loaded: {(error.stderr or error.stdout)[-500:].strip()}",
+            f"the engine cannot be loaded: {(complaints or output)[-500:] or 'it said nothing'}",
             do="reinstall meshinfer in a fresh environment",
-        ) from error
-    except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError, IndexError) as error:
-        raise MeshinferError(
-            f"the engine gave no usable answer ({error})", do="run it again; see " + " ".join(command)
-        ) from error
+        )
+    try:
+        return _facts_from(json.loads(output.rpartition("\n")[2]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise MeshinferError(f"the engine gave no usable answer ({error})", do=_SEE) from error
 
 
 def _facts_from(answer: dict[str, Any]) -> EngineFacts:

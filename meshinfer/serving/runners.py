@@ -1,19 +1,16 @@
 """Runner processes of this node: started, listened to, ended. A thin driver.
 
-One process per seat, exec'd afresh (never forked: MLX does not survive a fork), with one end of a
-socket pair as its control channel. Either side's death closes the pair, which is the other's
-signal. Its memory and its crashes go with the process.
+One process per seat (`models.engine_process`), with one end of a socket pair as its control channel.
+Either side's death closes the pair, which is the other's signal. Its memory and its crashes go with the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -22,6 +19,7 @@ from typing import Protocol
 import trio
 
 from meshinfer.base.errors import ProtocolError
+from meshinfer.models.engine_process import engine_command, engine_options
 from meshinfer.wire.codec import MAX_MESSAGE_BYTES
 from meshinfer.wire.runner_control import (
     AGENT_MESSAGES,
@@ -85,18 +83,13 @@ class RunnerProcess:
     async def start(cls) -> RunnerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
-            # The address and credentials of the mesh are none of a runner's business.
-            environment = {key: value for key, value in os.environ.items() if key != "MESHINFER_JOIN_CODE"}
             process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "meshinfer.runner", "seat", "--fd", str(theirs.fileno())],
+                engine_command("seat", "--fd", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=environment,
                 cwd=tempfile.gettempdir(),
-                # A Ctrl-C in the agent's terminal must not reach the runner before the agent has drained it.
-                start_new_session=True,
+                **engine_options(),
             )
         return cls(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
 

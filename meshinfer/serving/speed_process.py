@@ -7,15 +7,14 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from dataclasses import dataclass
 
 import msgspec
 import psutil
-import trio
 
 from meshinfer.base.errors import DeadlineExceeded, MeshinferError
 from meshinfer.base.ids import digest_hex
+from meshinfer.models.engine_process import run_engine
 from meshinfer.wire.speed_probe import LayerShape, SpeedReport
 
 MEASURING_SECONDS = 5.0
@@ -61,19 +60,17 @@ async def ask_process(question: ProbeQuestion) -> SpeedReport:
         DeadlineExceeded: no answer within ANSWER_SECONDS.
         MeshinferError: with its last words.
     """
-    command = [sys.executable, "-P", "-m", "meshinfer.runner", "speed", "--seconds", str(MEASURING_SECONDS)]
-    command += ["--kinds", ",".join(kind for kind, _ in question.kinds)]
-    command += ["--shapes", ",".join(str(shape) for _, shape in question.kinds)]
-    command += ["--memory-bytes", str(question.memory_bytes)]
-    with trio.move_on_after(ANSWER_SECONDS):
-        try:
-            done = await trio.run_process(
-                command, capture_stdout=True, capture_stderr=True, check=False, deliver_cancel=_kill
-            )
-        except OSError as error:
-            raise MeshinferError(f"a speed probe cannot be started: {error}") from error
-        return _answer(done)
-    raise DeadlineExceeded(f"a speed probe gave no answer within {ANSWER_SECONDS:.0f} s")
+    arguments = ["speed", "--seconds", str(MEASURING_SECONDS)]
+    arguments += ["--kinds", ",".join(kind for kind, _ in question.kinds)]
+    arguments += ["--shapes", ",".join(str(shape) for _, shape in question.kinds)]
+    arguments += ["--memory-bytes", str(question.memory_bytes)]
+    try:
+        done = await run_engine(arguments, ANSWER_SECONDS)
+    except OSError as error:
+        raise MeshinferError(f"a speed probe cannot be started: {error}") from error
+    if done is None:
+        raise DeadlineExceeded(f"a speed probe gave no answer within {ANSWER_SECONDS:.0f} s")
+    return _answer(done)
 
 
 def _answer(done: subprocess.CompletedProcess[bytes]) -> SpeedReport:
@@ -87,7 +84,3 @@ def _answer(done: subprocess.CompletedProcess[bytes]) -> SpeedReport:
         raise MeshinferError(
             f"a speed probe ended with code {done.returncode}: {words or 'it said nothing'}"
         ) from error
-
-
-async def _kill(process: trio.Process) -> None:
-    process.kill()
