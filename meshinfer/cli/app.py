@@ -28,7 +28,6 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="The laptops in the room become one model server. Start with `meshinfer up`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.callback()(version.with_version_option)
 app.command(rich_help_panel="This node")(up.up)
 app.command(rich_help_panel="This node")(membership.join)
 app.command(rich_help_panel="This node")(membership.invite)

@@ -122,6 +122,13 @@ def chat(
             help="0 always takes the likeliest token, and suits small models; those that think aloud want about 0.6.",
         ),
     ] = 0.0,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=1, help="Tokens to reserve per conversation, if this places the model."),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", min=1, help="Conversations to reserve for, if this places the model.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")] = None,
     api: ApiOption = DEFAULT_API_URL,
     api_key: ApiKeyOption = "",
@@ -129,6 +136,8 @@ def chat(
 ) -> None:
     """Ask a model of the mesh. It is placed and loaded if nobody serves it yet."""
     dials = Dials(api, api_key, model, max_tokens, temperature, seed)
+    if context is not None or concurrency is not None:
+        _place(dials, context, concurrency)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     if prompt is None and sys.stdin.isatty():
         _talk(dials, messages)
@@ -138,6 +147,16 @@ def chat(
         print_json(ask_model(dials, messages, lambda _: None).to_json(model))
     else:
         _show_answer(dials, messages)
+
+
+def _place(dials: Dials, context: int | None, concurrency: int | None) -> None:
+    """Have the model placed with so much reserved, unless it is placed already. Loading it is left to the question."""
+    from meshinfer.cli.agent_client import get, post
+
+    instances = get(dials.url, dials.api_key, "/instance")["instances"]
+    if not any(instance["model_id"] == dials.model and instance["state"] != "broken" for instance in instances):
+        wish = {"model_id": dials.model, "context": context, "concurrency": concurrency}
+        post(dials.url, dials.api_key, "/instance", wish)
 
 
 def _talk(dials: Dials, messages: list[Message]) -> None:

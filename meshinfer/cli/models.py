@@ -77,7 +77,8 @@ def pull_model(
         str,
         typer.Argument(
             metavar="WHAT",
-            help="`smollm2-135m`, a repository of the hub (`owner/name`), an mlx-lm directory, or a GGUF file.",
+            help="`smollm2-135m`, a repository of the hub (`owner/name`), an mlx-lm directory, or a GGUF file. "
+            "A directory's files are hard-linked where the disk allows it: do not change them in place afterwards.",
         ),
     ],
     as_id: Annotated[
@@ -92,7 +93,10 @@ def pull_model(
     from meshinfer.models.pull import pull
     from meshinfer.models.store import ModelStore
 
-    store = ModelStore(home_or_default(home) / "models")
+    place = home_or_default(home)
+    # Here, lest the store make it on its way, open to all: keys will lie in it.
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = ModelStore(place / "models")
     with bars() as show:
         info = pull(what, store, show, as_id=as_id)
     card, file_bytes = info.card, sum(file.size_bytes for file in info.files)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from typing import Annotated
+
+import typer
 
 from meshinfer import __version__
 from meshinfer.cli.options import JsonOption
@@ -11,6 +14,21 @@ from meshinfer.cli.terminal import out, print_json
 
 # What a report of a problem should name: the libraries that we pin, and why.
 _PINNED = ("libp2p", "mlx", "mlx-lm")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+def with_version_option(
+    _: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="As `meshinfer version`."),
+    ] = False,
+) -> None:
+    """The laptops in the room become one model server. Start with `meshinfer up`."""
 
 
 def version(as_json: JsonOption = False) -> None:

@@ -72,3 +72,10 @@ def test_version_names_what_we_stand_on():
 
     assert result.exit_code == 0
     assert {"meshinfer", "python", "libp2p", "mlx", "mlx-lm"} <= json.loads(result.stdout).keys()
+
+
+def test_version_may_be_asked_for_as_programs_commonly_are():
+    result = CliRunner().invoke(app, ["--version"])
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith("meshinfer ")

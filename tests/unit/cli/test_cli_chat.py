@@ -125,3 +125,22 @@ def test_the_likeliest_words_unless_asked_otherwise(agent: ScriptedAgent):
     ask(agent, "Hello")
 
     assert agent.asked[-1][1]["temperature"] == 0
+
+
+def test_what_to_reserve_goes_with_the_placement_that_it_is_for(agent: ScriptedAgent):
+    agent.says("/instance", {"instances": []})
+    agent.streams(CHAT, delta("Yes."), delta(finish="stop"), USAGE)
+
+    assert ask(agent, "Hello", "--context", "512").exit_code == 0
+
+    assert ("/instance", {"model_id": "tiny", "context": 512, "concurrency": None}) in agent.asked
+
+
+def test_what_is_placed_already_stays_as_it_is(agent: ScriptedAgent):
+    agent.says("/instance", {"instances": [{"model_id": "tiny", "state": "ready"}]})
+    agent.streams(CHAT, delta("Yes."), delta(finish="stop"), USAGE)
+
+    ask(agent, "Hello", "--context", "512")
+
+    assert ("/instance", None) in agent.asked
+    assert all(path != "/instance" or body is None for path, body in agent.asked)

@@ -1,6 +1,7 @@
 """`models`: files of this node, with or without an agent."""
 
 import json
+import stat
 from pathlib import Path
 
 from scripted_agent import ScriptedAgent
@@ -36,6 +37,14 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(tmp_path: Pa
 
     assert result.exit_code == 1
     assert "smollm2-135m" in result.stderr
+
+
+def test_a_home_that_a_pull_makes_is_its_owners_alone(tmp_path: Path):
+    home = tmp_path / "home"
+
+    CliRunner().invoke(app, ["models", "pull", str(tmp_path / "nothing"), "--home", str(home)])
+
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
 def remove(home: Path, model: str):
