@@ -11,7 +11,7 @@ it all alone is priced too. So the cost of a plan hardly grows with the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,20 +23,21 @@ from meshinfer.planning.rows import NEVER, alone
 
 EXACT_NODES = 8
 """The exact search takes some tens of milliseconds up to here, and about four times more with each further node."""
-EXACT_HOLDERS = 48
-"""With groups there are more holders than nodes: so many are searched exactly."""
+EXACT_CHUNKED_NODES = 6
+"""The same where prompts have several chunks: it is run for several caps then."""
+EXACT_GROUP_NODES = 5
+"""With groups there are six times more holders than nodes."""
 POOL = 40
 POOLS = 3
 """Neighbourhoods that are searched in a larger mesh; a second or third finds what the estimate of the first missed."""
-CAP_FACTOR = 0.8
-"""Each cap on chunk times is lower by so much. The cuts of each order are refined in much smaller steps afterwards."""
-EXACT_CAP_FACTOR = 0.95
-"""In the exact search: what lies between two caps is missed by a twentieth of the bottleneck's share at most, and by
-far less where the same order is found under both."""
-MOST_CAPS = 48
-"""A bound, not a goal: a search ends when no lower cap can pay, after 1 to 20."""
-CUT_ORDERS = 12
-"""Orders of each search whose cuts are found; a preview shows no more."""
+CAPS = (1.02, 0.8, 0.65)
+"""Of the best bottleneck so far: caps on chunk times that are tried next, until none of them helps."""
+MOST_SEARCHES = 12
+"""A bound, not a goal: 1 for prompts of one chunk, 4 to 7 for others."""
+EXACT_CAP_FACTOR = 0.9
+"""The exact search takes all caps in turn, each lower by so much, as long as one of them may pay."""
+CUT_ORDERS, CUT_ORDERS_CAPPED = 12, 4
+"""Orders of a search whose cuts are found, without and with a cap; a preview shows no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ def quickest(problem: Problem) -> list[Choice]:
     best: dict[int, Choice] = {}
     for pool in pools(problem):
         holders = [problem.holder(index) for index in pool]
-        _search(problem, holders, best, is_exact=len(pool) <= EXACT_NODES)
+        exact = EXACT_CHUNKED_NODES if problem.terms.further_chunks else EXACT_NODES
+        _search(problem, holders, best, is_exact=len(pool) <= exact)
     return sorted(best.values(), key=lambda choice: choice.key)
 
 
@@ -77,7 +79,7 @@ def quickest_with_groups(
                 best[group.members] = Choice((group,), cuts)
     else:
         holders = [*groups, *singles]
-        exact = len(holders) <= EXACT_HOLDERS
+        exact = len(problem.nodes) <= EXACT_GROUP_NODES
         _search(problem, holders, best, is_exact=exact, least_stages=least_stages, groups=len(groups))
     return sorted(best.values(), key=lambda choice: choice.key)
 
@@ -95,35 +97,14 @@ def _search(
     if not holders:
         return
     k = problem.terms.further_chunks
-    hops: dict[tuple[int, int], int] = {}
-    transfers: dict[tuple[int, int], int] = {}
-    backs: dict[tuple[int, int], int] = {}
-
-    def hop(before: int, after: int) -> int:
-        key = before, after
-        if key not in hops:
-            if holders[before].members & holders[after].members:
-                hops[key] = NEVER
-            else:
-                hops[key] = problem.hop(holders[before], holders[after])
-        return hops[key]
-
-    def transfer(before: int, after: int) -> int:
-        key = before, after
-        if key not in transfers:
-            transfers[key] = problem.transfer(holders[before], holders[after])
-        return transfers[key]
-
-    def back(last: int, first: int) -> int:
-        key = last, first
-        if key not in backs:
-            if holders[last].members & holders[first].members:
-                backs[key] = NEVER
-            else:
-                backs[key] = problem.back(holders[last], holders[first])
-        return backs[key]
+    # Looked up often: the same few thousand pairs under every cap.
+    hop, transfer, back = (_table(holders, each) for each in (problem.hop, problem.transfer, problem.back))
+    cut: set[tuple[int, ...]] = set()
 
     def keep(order: tuple[int, ...]) -> None:
+        if order in cut:
+            return
+        cut.add(order)
         pairs = list(pairwise(order))
         way = sum(hop(*pair) for pair in pairs) + (back(order[-1], order[0]) if pairs else 0)
         slowest = max((transfer(*pair) for pair in pairs), default=0) if k else 0
@@ -135,39 +116,62 @@ def _search(
             if rival is None or choice.key < rival.key:
                 best[choice.members] = choice
 
-    cap: int | None = None
-    starts: list[tuple[int, ...]] = []
-    factor = EXACT_CAP_FACTOR if is_exact else CAP_FACTOR
-    for _ in range(MOST_CAPS):
-        limit = NEVER if cap is None else cap
-        to_beat = min((choice.cuts.cost for choice in best.values()), default=NEVER)
-        if cap is not None:
-            # What has its bottleneck below the next cap is found there; all else pays for a larger one.
-            to_beat -= k * int(cap * factor)
-        search = Orders(
-            holders if cap is None else [holder.capped(limit) for holder in holders],
-            hop if cap is None else lambda a, b, limit=limit: hop(a, b) if transfer(a, b) <= limit else NEVER,
+    def search(cap: int | None, starts: Sequence[tuple[int, ...]], to_beat: int | None = None) -> list[tuple[int, ...]]:
+        """Orders under a cap on chunk times: by moves, or exactly those below `to_beat`."""
+        orders = Orders(
+            holders if cap is None else [holder.capped(cap) for holder in holders],
+            hop if cap is None else lambda a, b: hop(a, b) if transfer(a, b) <= cap else NEVER,
             back,
             required=problem.required,
             least_stages=least_stages,
             one_of=frozenset(range(groups)),
-            to_beat=to_beat,
+            to_beat=NEVER if to_beat is None else to_beat,
         )
-        search.by_moves(starts)
-        if is_exact:
-            search.exactly()
-        found = search.found[:CUT_ORDERS]
+        if to_beat is None:
+            orders.by_moves(starts)
+        else:
+            orders.exactly()
+        found = [order.holders for order in orders.found[: CUT_ORDERS if cap is None else CUT_ORDERS_CAPPED]]
         for order in found:
-            keep(order.holders)
-        if not k or not found or found[0].cost >= min(choice.cuts.cost for choice in best.values()):
-            return
-        # What follows takes at least this long without its bottleneck, which must be smaller to pay.
-        top = found[0].holders
-        slowest = max((transfer(*pair) for pair in pairwise(top)), default=0)
-        cuts = quickest_cuts([holders[index] for index in top], 0, slowest, 0)
-        bottleneck = cuts.bottleneck if cuts else limit
-        cap = int(min(limit, bottleneck) * factor)
-        starts = [order.holders for order in found[:2]]
+            keep(order)
+        return found[:2]
+
+    def least() -> int:
+        return min((choice.cuts.cost for choice in best.values()), default=NEVER)
+
+    starts = search(None, ())
+    searches, factors = 1, list(CAPS)
+    while k and best and factors and searches < MOST_SEARCHES:
+        before, bottleneck = least(), min(best.values(), key=lambda choice: choice.key).cuts.bottleneck
+        starts = search(int(bottleneck * factors.pop(0)), starts) or starts
+        searches += 1
+        if least() < before - before // 1000:
+            factors = list(CAPS)
+    if not is_exact:
+        return
+    search(None, (), least())
+    cap = max(holder.chunk_cost(0, len(holder.run) - 1) for holder in holders) if k else 0
+    smallest = min(holder.chunk_once for holder in holders) + 1
+    while cap > smallest:
+        # What has its bottleneck below the next cap is found there; all else pays for a larger one.
+        following = int(cap * EXACT_CAP_FACTOR)
+        if least() > k * following:
+            search(cap, (), least() - k * following)
+        cap = following
+
+
+def _table(holders: Sequence[Holder], price: Callable[[Holder, Holder], int]) -> Callable[[int, int], int]:
+    """`price` of two holders, by index; NEVER where they share a node."""
+    known: dict[tuple[int, int], int] = {}
+
+    def look(one: int, other: int) -> int:
+        key = one, other
+        if key not in known:
+            shared = holders[one].members & holders[other].members
+            known[key] = NEVER if shared else price(holders[one], holders[other])
+        return known[key]
+
+    return look
 
 
 # --- large meshes -------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from meshinfer.planning.holders import Holder
 from meshinfer.planning.problem import Problem
 
 EVERY_GROUP_NODES = 6
-MOST_GROUPS = 64
+MOST_GROUPS = 16
 """In a larger mesh."""
-MOST_NODES = 40
+MOST_NODES = 24
 """Of a larger mesh: those that compute fastest are looked at."""
 
 

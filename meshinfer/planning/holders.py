@@ -7,6 +7,7 @@ are indices into the model's boundaries, as in `partition`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,24 +68,12 @@ class Holder:
     @cached_property
     def earliest_start(self) -> tuple[int, ...]:
         """For each position, the first from which a stage can end there; itself if none."""
-        starts: list[int] = []
-        start = 0
-        for end in range(len(self.run)):
-            while start < end and self.latest[start] < end:
-                start += 1
-            starts.append(start)
-        return tuple(starts)
+        return tuple(min(end, bisect_left(self.latest, end)) for end in range(len(self.run)))
 
     @cached_property
     def latest_start(self) -> tuple[int, ...]:
         """For each position, the last from which a stage may end there; -1 if none."""
-        starts: list[int] = []
-        start = -1
-        for end in range(len(self.run)):
-            while start + 1 < end and self.soonest[start + 1] <= end:
-                start += 1
-            starts.append(start)
-        return tuple(starts)
+        return tuple(min(end, bisect_right(self.soonest, end)) - 1 for end in range(len(self.run)))
 
     def allows(self, start: int, end: int) -> bool:
         return self.soonest[start] <= end <= self.latest[start]
@@ -104,13 +93,12 @@ class Holder:
 
     def capped(self, cap: int) -> Holder:
         """This one, but for stages whose prefill chunk takes longer than `cap`."""
-        latest: list[int] = []
-        end = 0
-        for start, furthest_end in enumerate(self.latest):
-            end = max(end, start)
-            while end < furthest_end and self.chunk_cost(start, end + 1) <= cap:
-                end += 1
-            latest.append(min(end, furthest_end))
+        chunk, budget = self.chunk, cap - self.chunk_once
+        latest = [
+            min(furthest_end, max(start, bisect_right(chunk, budget + chunk[start]) - 1))
+            for start, furthest_end in enumerate(self.latest)
+        ]
+        latest[0] = min(latest[0], max(0, bisect_right(chunk, budget - self.first_chunk_once) - 1))
         return replace(self, latest=tuple(latest))
 
 

@@ -9,7 +9,7 @@ Exactly, in small meshes, with the pipeline that the moves found as the one to b
 used, first holder, last holder) with its row of costs for each position reached. Of two ways to a state one
 is dropped where the other is nowhere dearer: whatever completes one completes the other. This is Held and
 Karp's growth (1962) with a row where they have a number: 2ⁿ·n² states instead of n! orders. A state that
-cannot beat the best by a thousandth is dropped too: what is left costs at least what the quickest holders
+cannot beat the best by a part in WORTH_IT is dropped too: what is left costs at least what the quickest holders
 that are left would take for it. A full mesh of 12 has 119 million directed cycles; none is enumerated.
 
 J has one maximum in it, the slowest prefill chunk, which counts for prompts of several chunks only. It is
@@ -31,7 +31,7 @@ STARTS = 4
 TRUE_COSTS = 6
 """Of the moves of each round: so many are priced truly, the most promising first."""
 MOST_ROUNDS = 40
-WORTH_IT = 1000
+WORTH_IT = 500
 """The exact search looks for what is better by a part in so many; the goal is one in a hundred."""
 REORDERED_STAGES = 24
 """Longer pipelines are not turned in parts: their pairs of places are too many."""

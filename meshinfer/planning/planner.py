@@ -57,7 +57,10 @@ LONG_PIPELINE_PLANS = 4
 """Beyond 8 stages: the alternatives differ in one node of many, and each takes some milliseconds to cut and price."""
 MAX_REFUSALS_PER_NODE = 16
 """Single nodes that do not fit alone, largest first; a page of them tells a person nothing more."""
-MAX_DECLINED = 16
+MAX_DECLINED = 8
+"""Nodes whose part is priced to say that they add nothing, the quickest first."""
+PLACES_TRIED = 2
+"""In the pipeline, those that cost the least way."""
 FETCH_PRICE = 10**15
 """With `fit`: what a node without the files costs, in the currency of link time: more than any sum of hops, so that
 nodes that hold the files always win among equally many."""
@@ -420,19 +423,24 @@ def _declined(problem: Problem, choice: Plan) -> tuple[Declined, ...]:
     assert choice.prediction is not None
     for index in idle[:MAX_DECLINED]:
         best: Choice | None = None
-        for place in range(len(order) + 1):
-            stages = (*order[:place], problem.holder(index), *order[place:])
-            pairs = list(pairwise(stages))
-            way = sum(problem.hop(*pair) for pair in pairs) + problem.back(stages[-1], stages[0])
-            slowest = max(problem.transfer(*pair) for pair in pairs) if problem.terms.further_chunks else 0
-            cuts = quickest_cuts(stages, way, slowest, problem.terms.further_chunks)
+        ways = [(*order[:place], problem.holder(index), *order[place:]) for place in range(len(order) + 1)]
+        ranked = sorted((_hops(problem, stages), place) for place, stages in enumerate(ways))
+        for way, place in ranked[:PLACES_TRIED]:
+            slowest = (
+                max(problem.transfer(*pair) for pair in pairwise(ways[place])) if problem.terms.further_chunks else 0
+            )
+            cuts = quickest_cuts(ways[place], way, slowest, problem.terms.further_chunks)
             if cuts is not None and (best is None or cuts.cost < best.cuts.cost):
-                best = Choice(stages, cuts)
+                best = Choice(ways[place], cuts)
         if best is not None:
             with_it = _plan_of(problem, best.stages, best.cuts.positions).prediction
             assert with_it is not None
             out.append(explain.declined(problem.topology, problem.nodes[index], choice.prediction, with_it))
     return tuple(out)
+
+
+def _hops(problem: Problem, stages: Sequence[Holder]) -> int:
+    return sum(problem.hop(*pair) for pair in pairwise(stages)) + problem.back(stages[-1], stages[0])
 
 
 def _grouped(problem: Problem, choice: Plan) -> list[Refusal]:

@@ -1,8 +1,9 @@
 """The cuts that take least time, for holders in a given order; and among equals those that leave most headroom.
 
-The sum of stages and hops is a row programme (`rows`). The one maximum in J, the slowest chunk, is met by
-lowering a cap on it: under each cap the least sum is found; the sum rises as the cap falls, so once the sum
-alone is no better than the best J, nothing that follows can be.
+The sum of stages and hops is a row programme (`rows`). The one maximum in J, the slowest chunk, is met by a
+cap on it: under each cap the least sum is found, from loose caps to tight ones, in coarse steps and then in
+fine ones about the best. The sum rises as the cap falls, so it ends once the sum with the least bottleneck
+that these holders could have is no better than the best J.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from meshinfer.planning.holders import Holder
 from meshinfer.planning.memory import FULL
 from meshinfer.planning.rows import NEVER, Row, alone, first_row, grow, joined, last_row
 
-CAP_STEPS = 256
-"""Each cap is lower by at least so small a part: what lies between two caps is missed, by half a per cent of the
-bottleneck's share at most."""
+COARSE, FINE = 16, 100
+"""Each cap is lower than the last bottleneck by a part in so many, or by one block if that is more."""
 SHARE_STEPS = 64
 """Headroom is told apart in so many steps of the free memory."""
 
@@ -43,22 +43,45 @@ def quickest_cuts(holders: Sequence[Holder], hops: int, slowest_transfer: int, f
         slowest_transfer: of a chunk, over the links between them.
         further_chunks: how often the bottleneck counts.
     """
-    best: Cuts | None = None
-    stages = list(holders)
-    while (found := _least_sum(stages)) is not None:
-        total, positions = found
-        bottleneck = max(slowest_transfer, _slowest_chunk(holders, positions))
-        cost = total + hops + further_chunks * bottleneck
-        if best is None or cost < best.cost:
-            best = Cuts(cost, positions, bottleneck)
-        # Everything that follows has at least this sum and, since the transfers stay, at least that bottleneck.
-        if not further_chunks or total + hops + further_chunks * slowest_transfer >= best.cost:
-            break
-        cap = bottleneck - 1 - bottleneck // CAP_STEPS
-        if cap < slowest_transfer:
-            break
-        stages = [holder.capped(cap) for holder in holders]
+    free = _under(None, holders, hops, slowest_transfer, further_chunks)
+    if free is None or not further_chunks or free.bottleneck <= slowest_transfer:
+        return free
+    least = max(slowest_transfer, _least_bottleneck(holders))
+    best = free
+    loose = free.bottleneck
+    for part in (COARSE, FINE):
+        found: Cuts | None = free
+        cap = loose
+        # The fine steps go from one coarse step above the best to one below it.
+        tight = best.bottleneck - best.bottleneck // COARSE if part == FINE else least
+        while cap >= tight:
+            found = _under(cap, holders, hops, slowest_transfer, further_chunks)
+            if found is None:
+                break
+            best = min(best, found, key=lambda cuts: (cuts.cost, cuts.positions))
+            if found.cost - further_chunks * (found.bottleneck - least) >= best.cost:
+                break
+            cap = found.bottleneck - 1 - found.bottleneck // part
+        loose = min(loose, best.bottleneck + best.bottleneck // COARSE)
     return best
+
+
+def _least_bottleneck(holders: Sequence[Holder]) -> int:
+    """No cuts have less, even if blocks could be divided: all stages would take equally long."""
+    wholes = [holder.chunk[-1] for holder in holders]
+    return int(1 / sum(1 / max(1, whole) for whole in wholes))
+
+
+def _under(
+    cap: int | None, holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int
+) -> Cuts | None:
+    """The least sum with no chunk above `cap`."""
+    found = _least_sum(holders if cap is None else [holder.capped(cap) for holder in holders])
+    if found is None:
+        return None
+    total, positions = found
+    bottleneck = max(slowest_transfer, _slowest_chunk(holders, positions))
+    return Cuts(total + hops + further_chunks * bottleneck, positions, bottleneck)
 
 
 def with_headroom(

@@ -7,7 +7,6 @@ minimum is a sliding one: O(positions) for each stage, not its square.
 
 from __future__ import annotations
 
-from collections import deque
 from operator import add
 
 from meshinfer.planning.holders import Holder
@@ -34,20 +33,25 @@ def grow(row: Row, holder: Holder) -> Row:
     run, earliest, latest = holder.run, holder.earliest_start, holder.latest_start
     once = holder.once
     following = [NEVER] * (last + 1)
-    window: deque[tuple[int, int]] = deque()
-    pushed = 0
+    # The window's starts and their values, both ascending, from `head` on.
+    starts: list[int] = []
+    values: list[int] = []
+    head = pushed = 0
     for end in range(1, last):
         while pushed <= latest[end]:
             if row[pushed] < NEVER:
                 value = row[pushed] - run[pushed]
-                while window and window[-1][0] >= value:
-                    window.pop()
-                window.append((value, pushed))
+                while len(values) > head and values[-1] >= value:
+                    values.pop()
+                    starts.pop()
+                values.append(value)
+                starts.append(pushed)
             pushed += 1
-        while window and window[0][1] < earliest[end]:
-            window.popleft()
-        if window:
-            following[end] = window[0][0] + run[end] + once
+        first = earliest[end]
+        while head < len(starts) and starts[head] < first:
+            head += 1
+        if head < len(starts):
+            following[end] = values[head] + run[end] + once
     return following
 
 

@@ -14,21 +14,24 @@ Chance comes in by the door: the same seed, the same phantom. After serf's `phan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from random import Random
 
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import GIB
-from meshinfer.planning.cost import LayerWork, ModelWork
-from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.cost import ModelWork
+from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
+from meshinfer.planning.work import model_work
 from meshinfer.testing.cards import model_card, node_card
+from meshinfer.topology.card import KindSpeed
 from meshinfer.topology.graph import Topology
-from meshinfer.topology.link import Link
+from meshinfer.topology.link import CHANNEL_PROBE_BYTES, Link
 from meshinfer.topology.speed import LinkSpeed, NodeSpeed
 
 SOFTWARE_SECONDS = 50e-6
 """Of a message over our TLS channel on loopback, both ends: 0.05 ms p50 for a 4 KB frame and its acknowledgement."""
+WEIGHT_KIND = "q4g64"
 FULL_MESH_NODES = 16
 """Up to here every pair is measured; beyond, each node measures its own site and a few others."""
 FAR_LINKS = 8
@@ -98,21 +101,28 @@ class Phantom:
         def off(value: float) -> float:
             return value * (1 + rng.uniform(-spread, spread))
 
-        cards = [node_card(node.name, node.free_bytes, runner_overhead_bytes=192 * 1024**2) for node in self.nodes]
-        links = [
-            Link(
-                source,
-                target,
-                rtt_seconds=off(
-                    self.link(source, target).latency_seconds
-                    + self.link(target, source).latency_seconds
-                    + 2 * SOFTWARE_SECONDS
-                ),
-                bandwidth_bytes_per_second=off(self.link(source, target).bandwidth_bytes_per_second),
+        cards = [
+            node_card(
+                node.name,
+                node.free_bytes,
+                runner_overhead_bytes=192 * 1024**2,
+                speeds=(KindSpeed(WEIGHT_KIND, NodeSpeed(*(off(number) for number in astuple(node.speed)))),),
             )
-            for source, target in self._measured_pairs()
+            for node in self.nodes
         ]
-        return Topology.of(cards, links)
+        return Topology.of(cards, [self._link_card(source, target, off) for source, target in self._measured_pairs()])
+
+    def _link_card(self, source: NodeId, target: NodeId, off: Callable[[float], float]) -> Link:
+        there, back = self.link(source, target), self.link(target, source)
+        rtt = there.latency_seconds + back.latency_seconds + there.message_seconds + back.message_seconds
+        return Link(
+            source,
+            target,
+            rtt_seconds=off(rtt),
+            bandwidth_bytes_per_second=off(there.bandwidth_bytes_per_second),
+            channel_rtt_seconds=off(rtt + CHANNEL_PROBE_BYTES / there.bandwidth_bytes_per_second),
+            message_seconds=off(there.message_seconds),
+        )
 
     def _measured_pairs(self) -> list[tuple[NodeId, NodeId]]:
         ids = sorted(self.by_id)
@@ -254,8 +264,7 @@ def dense_model(layers: int = 80, hidden: int = 8192, inner: int = 28_672, kv_he
     parameters = 2 * hidden * hidden + hidden * kv_elements + 3 * hidden * inner
     table = vocab * hidden
     card = model_card(
-        [int(parameters * BYTES_PER_WEIGHT)] * layers,
-        kv_elements_per_token=kv_elements,
+        [0] * layers,
         embedding_bytes=int(table * BYTES_PER_WEIGHT),
         head_bytes=int(table * BYTES_PER_WEIGHT),
         hidden_size=hidden,
@@ -263,18 +272,17 @@ def dense_model(layers: int = 80, hidden: int = 8192, inner: int = 28_672, kv_he
         attention_heads=heads,
         vocab_size=vocab,
         activation_elements_per_token=hidden,
+        weight_kind=WEIGHT_KIND,
+        head_kind=WEIGHT_KIND,
+        head_flops_per_token=2 * table,
+        embedding_row=TensorBytes(int(hidden * BYTES_PER_WEIGHT)),
+        tensor_degrees=tuple(ranks for ranks in (2, 4, 8) if kv_heads % ranks == 0),
     )
-    layer = LayerWork(
-        dense_bytes=parameters * BYTES_PER_WEIGHT,
-        flops_per_token=2.0 * parameters,
-        cache_bytes_per_token=2.0 * kv_elements,
-        attention_flops_per_pair=4.0 * hidden,
+    layer = LayerCard(
+        TensorBytes(int(parameters * BYTES_PER_WEIGHT)),
+        kv_elements,
+        flops_per_token=2 * parameters,
+        attention_flops_per_pair=4 * hidden,
     )
-    work = ModelWork(
-        layers=(layer,) * layers,
-        embedding_row_bytes=hidden * BYTES_PER_WEIGHT,
-        head_bytes=table * BYTES_PER_WEIGHT,
-        head_flops_per_token=2.0 * table,
-        activation_bytes_per_token=2.0 * hidden,
-    )
-    return PhantomModel(card, work)
+    card = replace(card, layers=(layer,) * layers)
+    return PhantomModel(card, model_work(card, computes_float32=False))

@@ -37,6 +37,7 @@ def test_the_topology_is_the_truth_and_measurements_come_near(name):
         there, back = phantom.link(link.source, link.target), phantom.link(link.target, link.source)
         seconds = there.latency_seconds + back.latency_seconds + there.message_seconds + back.message_seconds
         assert link.rtt_seconds == pytest.approx(seconds)
+        assert link.latency_seconds == pytest.approx((there.latency_seconds + back.latency_seconds) / 2)
         assert link.bandwidth_bytes_per_second == there.bandwidth_bytes_per_second
         measured = noisy.link_between[link.source, link.target]
         assert measured.rtt_seconds == pytest.approx(link.rtt_seconds, rel=0.101)

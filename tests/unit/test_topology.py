@@ -11,11 +11,9 @@ from planning_cases import topologies
 from meshinfer.base.ids import NodeId
 from meshinfer.testing.cards import node_card
 from meshinfer.topology.card import KindSpeed
-from meshinfer.topology.card import KindSpeed
 from meshinfer.topology.coordinate import Coordinate
 from meshinfer.topology.graph import Topology, quantise
 from meshinfer.topology.link import Link
-from meshinfer.topology.speed import NodeSpeed
 from meshinfer.topology.speed import NodeSpeed
 
 
