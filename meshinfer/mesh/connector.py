@@ -50,6 +50,8 @@ class Connector:
         self._nursery: trio.Nursery | None = None
         self._limit = trio.CapacityLimiter(DIALS_AT_ONCE)
         self._dials = self._dials_failed = 0
+        self._told: set[str] = set()
+        """Addresses that a person gave and that did not answer; told once each."""
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         watch = self._news.watch()
@@ -95,7 +97,9 @@ class Connector:
             async with self._limit:
                 for address in dial.addresses:
                     # A stranger's connection may have come in meanwhile.
-                    reached = dial.node in self._transport.peers() or await self._reach(address, dial.node)
+                    reached = dial.node in self._transport.peers() or await self._reach(
+                        address, dial.node, named=dial.node is None
+                    )
                     if reached:
                         break
         finally:
@@ -104,12 +108,21 @@ class Connector:
         if not reached and dial.node is not None:
             self._on_unreachable(dial.node)
 
-    async def _reach(self, address: str, expected: NodeId | None) -> bool:
+    async def _reach(self, address: str, expected: NodeId | None, *, named: bool = False) -> bool:
+        """`named`: a person gave this address, and is told if nobody is there."""
         self._dials += 1
         try:
             node = await self._transport.dial(address, expected, DIAL_TIMEOUT_SECONDS)
         except MeshinferError as error:
             self._dials_failed += 1
+            if named and address not in self._told:
+                self._told.add(address)
+                log.warning(
+                    "no agent is reached at %s (--peer): %s. Check that address and port are those that `meshinfer up` "
+                    "shows there, and that no firewall is between; trying on",
+                    address,
+                    str(error).rstrip("."),
+                )
             log.debug("dialling %s: %s", address, error)
             self.plan.failed(address, trio.current_time())
             return False

@@ -20,7 +20,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
@@ -72,6 +72,15 @@ from meshinfer.transport.addresses import parse_address
 from meshinfer.transport.base import GossipReceived, KeyCopied, PeerConnected, PeerDisconnected, Transport
 
 log = logging.getLogger(__name__)
+
+_DEEDS: Mapping[MemberState, str] = {
+    "alive": "is back",
+    "suspect": "is suspected",
+    "distant": "is reached by others only",
+    "dead": "is lost",
+    "left": "has left",
+}
+"""How a person is told of what happened to a node."""
 
 HOUSEKEEPING_SECONDS = 1.0
 """How often time alone is looked at: lifetimes of announcements, doubts."""
@@ -378,7 +387,7 @@ class Mesh:
         if heard.author != self._own:
             self._tell(Accused(heard.author, heard.suspects))
             if self._own_card.refute(dict(heard.suspects).get(self._own, -1)):
-                log.info("%s (%s) does not reach this node; refuted", heard.author, heard.card.name)
+                log.info("%s does not reach this node; refuted", heard.card.name)
                 self._tell(SuspectedOurselves())
         if result == "new" and heard.author in self._transport.peers():
             self._meet(heard.author)
@@ -415,7 +424,9 @@ class Mesh:
         for effect in effects:
             match effect:
                 case StateChanged(node, old, new, cause):
-                    log.info("%s (%s): %s → %s: %s", node, self._name(node), old or "unknown", new, cause)
+                    # Of one that is new, the name is not known yet: its card says it, and `_look` tells.
+                    level = logging.INFO if old else logging.DEBUG
+                    log.log(level, "%s %s: %s", self._called(node), _DEEDS[new], cause)
                     if new in ("dead", "distant", "left"):
                         self._prober.forget(node)
                     self._gossip.wake()
@@ -449,6 +460,8 @@ class Mesh:
         """See who is alive now."""
         live = self._view.live(self._membership.vouched(), self._membership.dead(), trio.current_time())
         if live != self._live:
+            for node in sorted(live - self._live):
+                log.info("%s joined", self._called(node))
             self._live = live
             self._substance_changed = True
             self._connector.look_again()
@@ -488,6 +501,10 @@ class Mesh:
     def _name(self, node: NodeId) -> str:
         heard = self._view.get(node)
         return heard.card.name if heard else ""
+
+    def _called(self, node: NodeId) -> str:
+        """As people know it: by its name, if its card was heard; else by the end of its id, which differs."""
+        return self._name(node) or f"node …{node[-8:]}"
 
 
 def _log_another_mesh(other: AnotherMesh) -> None:
