@@ -92,11 +92,6 @@ class Stage:
         """
         return tuple(array.spec(batch, length) for array in self.structure.carried_arrays[self.start])
 
-    def produced_shapes(self, batch: int, length: int) -> tuple[ArraySpec, ...]:
-        """What this stage sends on; nothing from the last one, whose result are logits."""
-        produced = () if self.is_last else self.structure.carried_arrays[self.end]
-        return tuple(array.spec(batch, length) for array in produced)
-
     # --- caches -----------------------------------------------------------------------------------
 
     def make_cache(self) -> Cache:

@@ -100,10 +100,6 @@ class TextModel:
         secret = secrets.token_hex(16) if secret is None else secret
         return cls(tokenizer, template, names, stops, _max_context(config), secret)
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
-
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[int, ...]:

@@ -38,10 +38,6 @@ class StopScanner:
         """An end of the text so far that is a proper beginning of some stop string; the longest such."""
         self._over = False
 
-    @property
-    def held_chars(self) -> int:
-        return len(self._held)
-
     def push(self, text: str) -> Scanned:
         """Add the next piece; after a hit, everything is swallowed."""
         if self._over:

@@ -7,7 +7,7 @@ which is the other side's signal: a runner without an agent exits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from meshinfer.base.bounds import at_least, between, sized
 from meshinfer.base.ids import InstanceId
@@ -57,7 +57,8 @@ class DialChannel:
 @dataclass(frozen=True, slots=True)
 class Rebind:
     """Go on as this seat of the instance's next epoch, with the layers that are loaded: same layers, same context,
-    same concurrency. All sessions and channels of the old epoch are dropped; new channels follow."""
+    same concurrency. All sessions and channels of the old epoch are dropped; new channels follow.
+    """
 
     epoch: Annotated[int, between(0, 2**32 - 1)]
     placement: Placement
@@ -154,7 +155,6 @@ class RunnerFailed:
 
 
 RunnerMessage = Listening | Loading | Loaded | Linked | Heartbeat | ChannelLost | LinkSample | RunnerFailed
-RunnerPhase = Literal["starting", "loading", "linking", "ready"]
 
 AGENT_MESSAGES = Registry(LoadSeat, ExpectChannel, DialChannel, Rebind, StopRunner)
 RUNNER_MESSAGES = Registry(Listening, Loading, Loaded, Linked, Heartbeat, ChannelLost, LinkSample, RunnerFailed)

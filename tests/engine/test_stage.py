@@ -54,7 +54,6 @@ def run_stages(stages: Sequence[Stage]) -> list[mx.array]:
                 results.append(outputs)
             else:
                 carried = outputs
-                assert tuple(spec_of(array) for array in carried) == stage.produced_shapes(*tokens.shape)
     return results
 
 

@@ -47,4 +47,4 @@ async def test_a_failure_is_not_remembered(tmp_path: Path):
     with pytest.raises(CorruptModel):
         await library.get(tmp_path / "m")
     write_tiny_text(tmp_path / "m")
-    assert (await library.get(tmp_path / "m")).has_template
+    assert (await library.get(tmp_path / "m")).render_chat([{"role": "user", "content": "x"}])
