@@ -44,13 +44,22 @@ def list_models(
             "alias": entry.alias,
             "size_bytes": entry.size_bytes,
             "held": entry.held,
+            "partial_bytes": entry.partial_bytes,
             "nodes": elsewhere.pop(entry.model_id, []),
             "about": entry.about,
         }
         for entry in known
     ]
     rows += [
-        {"id": model_id, "alias": "", "size_bytes": None, "held": False, "nodes": nodes, "about": ""}
+        {
+            "id": model_id,
+            "alias": "",
+            "size_bytes": None,
+            "held": False,
+            "partial_bytes": 0,
+            "nodes": nodes,
+            "about": "",
+        }
         for model_id, nodes in sorted(elsewhere.items())
     ]
     if as_json:
@@ -66,8 +75,12 @@ def models_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         named = row["alias"] or row["id"]
         size = format_bytes(row["size_bytes"]) if row["size_bytes"] else ""
-        about = Text(row["about"] if row["held"] or row["nodes"] else f"can be pulled: {row['about']}", style="dim")
-        table.add_row(named, size, "yes" if row["held"] else "", str(len(row["nodes"]) or ""), about)
+        about = row["about"]
+        if row["partial_bytes"]:
+            about = f"half pulled, {format_bytes(row['partial_bytes'])} here; pull it again to go on, or rm it"
+        elif not (row["held"] or row["nodes"]):
+            about = f"can be pulled: {about}"
+        table.add_row(named, size, "yes" if row["held"] else "", str(len(row["nodes"]) or ""), Text(about, style="dim"))
     return table
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def bars() -> Generator[Callable[[job.Progress], None]]:
-    """Draws each part of a job as a bar; one line a part where there is no terminal."""
+    """Draws each kind of work as a bar, for one file after the other; a line for each where there is no terminal."""
     drawn = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -34,15 +34,19 @@ def bars() -> Generator[Callable[[job.Progress], None]]:
         console=err,
     )
     current: tuple[str, TaskID] | None = None
+    """What is being done, and the bar of its kind."""
 
     def show(moment: job.Progress) -> None:
         nonlocal current
         total = moment.total_bytes or None
-        if current is None or current[0] != moment.what:
+        if current is None or _kind(current[0]) != _kind(moment.what):
             _complete(drawn, current)
             current = (moment.what, drawn.add_task(moment.what, total=total))
             if not err.is_terminal:
                 err.print(moment.what, soft_wrap=True)
+        elif current[0] != moment.what:
+            current = (moment.what, current[1])
+            drawn.reset(current[1], total=total, description=moment.what)
         drawn.update(current[1], completed=moment.done_bytes, total=total)
 
     if not err.is_terminal:
@@ -51,6 +55,11 @@ def bars() -> Generator[Callable[[job.Progress], None]]:
     with drawn:
         yield show
         _complete(drawn, current)
+
+
+def _kind(what: str) -> str:
+    """`verifying` of `verifying model.safetensors`."""
+    return what.partition(" ")[0]
 
 
 def _complete(drawn: Progress, part: tuple[str, TaskID] | None) -> None:

@@ -28,16 +28,17 @@ def status(api: ApiOption = DEFAULT_API_URL, api_key: ApiKeyOption = "", as_json
 
     topology = get(api, api_key, "/topology")
     instances = get(api, api_key, "/instance")["instances"]
+    here = get(api, api_key, "/node_id")
     if as_json:
-        print_json({"topology": topology, "instances": instances})
+        print_json({"node_id": here, "topology": topology, "instances": instances})
         return
-    out.print(mesh(topology, instances))
+    out.print(mesh(topology, instances, here))
 
 
-def mesh(topology: Any, instances: list[Any]) -> RenderableType:
-    """All of it, as a person reads it."""
+def mesh(topology: Any, instances: list[Any], here: str = "") -> RenderableType:
+    """All of it, as a person reads it. `here`: the node that was asked."""
     nodes: dict[str, Any] = topology["nodes"]
-    parts: list[RenderableType] = [nodes_table(nodes, instances)]
+    parts: list[RenderableType] = [nodes_table(nodes, instances, here)]
     for node_id, node in nodes.items():
         if node.get("warning"):
             parts += ["", Text(printable(f"{name_of(node_id, nodes)}: {node['warning']}"), style="red")]
@@ -50,7 +51,7 @@ def mesh(topology: Any, instances: list[Any]) -> RenderableType:
     return Group(*parts)
 
 
-def nodes_table(nodes: dict[str, Any], instances: list[Any]) -> Table:
+def nodes_table(nodes: dict[str, Any], instances: list[Any], here: str = "") -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("NODE", "ID", "MEMORY FREE", "ACCELERATOR", "LOAD", "SEATS"):
         table.add_column(heading, justify="right" if heading in {"MEMORY FREE", "LOAD", "SEATS"} else "left")
@@ -58,7 +59,7 @@ def nodes_table(nodes: dict[str, Any], instances: list[Any]) -> Table:
         seats = sum(seat["node_id"] == node_id for instance in instances for seat in instance["seats"])
         memory = f"{format_bytes(node['memory_free_bytes'])} of {format_bytes(node['memory_bytes'])}"
         table.add_row(
-            name_of(node_id, nodes),
+            Text.assemble(name_of(node_id, nodes), (" (asked)" if node_id == here else "", "dim")),
             short(node_id),
             memory,
             printable(node["accelerator"]),
