@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshinfer.base.errors import MeshinferError
-from meshinfer.cli import chat, membership, models, plan, status, unload, up, version
+from meshinfer.cli import chat, leave, membership, models, plan, status, unload, up, version
 from meshinfer.cli.terminal import err, show_error
 
 
@@ -37,6 +37,7 @@ app = typer.Typer(
 
 app.callback()(version.with_version_option)
 app.command(rich_help_panel="This node")(up.up)
+app.command(rich_help_panel="This node")(leave.leave)
 app.command(rich_help_panel="This node")(membership.join)
 app.command(rich_help_panel="This node")(membership.invite)
 app.add_typer(models.app, name="models", rich_help_panel="This node")

@@ -66,6 +66,12 @@ def agent_runs(home: Path) -> bool:
     return False
 
 
+def pid_of(home: Path) -> int | None:
+    """The process id of the agent that holds `home`; None if none runs."""
+    pid = _pid(home / _PID)
+    return int(pid) if pid != "unknown" and agent_runs(home) else None
+
+
 def note_api(home: Path, url: str) -> None:
     """Leave word where the agent of `home` answers; `one_agent` takes it away."""
     (home / _API).write_text(f"{url}\n")

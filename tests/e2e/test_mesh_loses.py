@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from agents import meshinfer
 from mesh import FRANCE, MODEL, Room, ask, client, get, instances, room, wait_until
 
 NAMES = ("alpha", "beta", "gamma")
@@ -81,6 +82,13 @@ def signal_node(mesh: Room, name: str, how: signal.Signals) -> None:
         process.send_signal(how)
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_stopped_node_is_lost_and_comes_back_when_it_wakes(mesh: Room, story: str) -> None:
     origin, victim, asking = lose(mesh, signal.SIGSTOP)
     assert asking.answer() == story
@@ -130,9 +138,10 @@ def test_a_node_that_leaves_politely_hands_its_seats_over(mesh: Room, story: str
     asking = Asking(mesh.url(rest[0]))
     assert asking.started.wait(120)
     runners = mesh.agents[leaving].runners()
-    mesh.agents[leaving].process.send_signal(signal.SIGTERM)
+    left = meshinfer("leave", home=mesh.agents[leaving].home)
+    assert left.returncode == 0, left.stderr
     assert mesh.agents[leaving].process.wait(60) == 0
-    assert not any(runner.is_running() for runner in runners)
+    wait_until(lambda: not any(lives(runner) for runner in runners), 10, "its runners are gone")
     wait_until(lambda: all(mesh.sees(name) == set(rest) for name in rest), 10, "the others know")
     assert asking.answer() == story
     assert get(mesh.url(rest[0]), "/readyz")

@@ -1,0 +1,44 @@
+"""`meshinfer leave`: this node goes, politely."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from meshinfer.base.errors import DeadlineExceeded, Refused
+from meshinfer.cli.options import HomeOption, home_or_default
+from meshinfer.cli.terminal import err
+
+LEAVE_SECONDS = 60.0
+"""The agent gives its own answers and the hand-over of its seats 45 s together; then it has ended, whatever came of it."""
+LOOK_SECONDS = 0.1
+
+
+def leave(home: HomeOption = None) -> None:
+    """End this node's agent: its answers come to their end, its layers move to other nodes, then it goes.
+
+    The same as Ctrl-C in the terminal of `meshinfer up`.
+    """
+    from meshinfer.transport.home_lock import agent_runs, pid_of  # noqa: PLC0415 - the other commands start without it
+
+    place = home_or_default(home)
+    pid = pid_of(place)
+    if pid is None:
+        raise Refused(f"no agent runs in {place}", do="name the home of the one that should leave with --home")
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except (ProcessLookupError, PermissionError) as error:
+        raise Refused(
+            f"the agent (process {pid}) cannot be told: {error}", do="run this as the user who started it"
+        ) from error
+    deadline = time.monotonic() + LEAVE_SECONDS
+    with err.status("leaving: answers end, layers move to other nodes …"):
+        while agent_runs(place):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"the agent (process {pid}) has not ended after {LEAVE_SECONDS:.0f} s",
+                    do=f"`kill -9 {pid}` ends it",
+                )
+            time.sleep(LOOK_SECONDS)
+    err.print("Left.")
