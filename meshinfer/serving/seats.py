@@ -73,6 +73,9 @@ class SeatKey:
     epoch: int
     seat_index: int
 
+    def __str__(self) -> str:
+        return f"{self.seat_index} of instance {self.instance_id} epoch {self.epoch}"
+
 
 @dataclass(frozen=True, slots=True)
 class StartRunner:

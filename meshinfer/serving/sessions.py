@@ -176,7 +176,8 @@ class Sessions:
                 failures = 1 if len(token_log.emitted) > emitted else failures + 1
                 if failures > MAX_FAILURES:
                     raise
-                log.info("request %s: %s; going on after %d tokens", request.session_id, error, len(token_log.emitted))
+                written = len(token_log.emitted)
+                log.info("request %s goes on after %d tokens: %s", request.session_id, written, error)
                 events.send_nowait(Waiting("repairing", 0.0))
                 await trio.sleep(RETRY_SECONDS * failures)
 
