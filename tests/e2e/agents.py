@@ -53,9 +53,16 @@ def agent(home: Path, *options: str) -> Iterator[RunningAgent]:
     command = [sys.executable, "-m", "meshinfer.cli", "up", "--json", "--home", str(home), "--api-port", "0", *options]
     with (home / "agent.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True)
+    with ending(process):
+        yield RunningAgent(home, process, json.loads(first_line(process) or _fail(home)))
+
+
+@contextmanager
+def ending(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends an agent's process with the block; neither it nor anything that it started is left."""
     runners: list[psutil.Process] = []
     try:
-        yield RunningAgent(home, process, json.loads(_first_line(process) or _fail(home)))
+        yield
     finally:
         if process.poll() is None:
             runners = psutil.Process(process.pid).children(recursive=True)
@@ -65,15 +72,16 @@ def agent(home: Path, *options: str) -> Iterator[RunningAgent]:
         finally:
             process.kill()
             process.wait(STOP_SECONDS)
-            assert process.stdout is not None
-            process.stdout.close()
-        _, alive = psutil.wait_procs(runners, timeout=STOP_SECONDS)
-        for runner in alive:
-            runner.kill()
+            if process.stdout is not None:
+                process.stdout.close()
+            _, alive = psutil.wait_procs(runners, timeout=STOP_SECONDS)
+            for runner in alive:
+                runner.kill()
         assert alive == [], "runners outlived their agent"
 
 
-def _first_line(process: subprocess.Popen[str]) -> str:
+def first_line(process: subprocess.Popen[str]) -> str:
+    """What it prints when it serves; empty if it ends, or says nothing for START_SECONDS."""
     assert process.stdout is not None
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
-from agents import START_SECONDS, STOP_SECONDS, RunningAgent, agent, meshinfer
+from agents import START_SECONDS, STOP_SECONDS, RunningAgent, agent, ending, meshinfer
+from mesh import wait_until
 
 from meshinfer.transport.mesh_key import remembered_code
 
@@ -122,6 +126,33 @@ def test_ending_it_is_quick_and_leaves_nothing(tmp_path: Path, how: signal.Signa
         assert ending.process.wait(STOP_SECONDS) == 0
         assert "Traceback" not in ending.log()
         assert not (tmp_path / "agent.pid").exists()
+
+
+def test_a_terminals_ctrl_c_while_it_asks_the_engine_blames_nothing(tmp_path: Path):
+    """The terminal signals every process in its foreground group: the agent, and not what the agent started."""
+    command = [sys.executable, "-m", "meshinfer.cli", "up", "--no-discovery", "--api-port", "0"]
+    command += ["--home", str(tmp_path)]
+    with (tmp_path / "agent.log").open("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, process_group=0
+        )
+        with ending(process):
+            wait_until(lambda: bool(engines_of(process.pid)), START_SECONDS, "it asks the engine")
+            asked = engines_of(process.pid)
+            os.killpg(process.pid, signal.SIGINT)
+
+            assert process.wait(STOP_SECONDS) == 0
+            _, alive = psutil.wait_procs(asked, timeout=STOP_SECONDS)
+            assert alive == []
+        log.seek(0)
+        assert "engine" not in log.read()
+
+
+def engines_of(pid: int) -> list[psutil.Process]:
+    """Those of its children that are the engine already: between fork and exec a child looks like its parent."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child for child in psutil.Process(pid).children() if "meshinfer.runner" in child.cmdline()]
+    return []
 
 
 def test_an_agent_ends_with_the_program_that_started_it(tmp_path: Path):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from agents import START_SECONDS, STOP_SECONDS
+from agents import START_SECONDS, ending, first_line
 from mesh import FRANCE, MODEL, wait_until
 
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
@@ -88,24 +88,14 @@ def _machine(namespace: str, home: Path, name: str, environment: dict[str, str])
     command += ["--home", str(home), "--name", name, "--memory", "340MiB", "--context", "512", "--concurrency", "1"]
     with (home / "agent.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-    try:
+    with ending(process):
         yield Machine(namespace, home, process)
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        finally:
-            process.kill()
-            process.wait(STOP_SECONDS)
-            assert process.stdout is not None
-            process.stdout.close()
 
 
 def test_two_machines_without_a_route_find_each_other_and_serve(machines: tuple[Machine, Machine]) -> None:
     one, other = machines
     for machine in machines:
-        assert machine.process.stdout is not None
-        started = json.loads(machine.process.stdout.readline())
+        started = json.loads(first_line(machine.process))
         assert [a for a in started["addresses"] if a.startswith("10.77.0.")], started
 
     def found() -> bool:
