@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
+import msgspec
 import trio
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import QueryParams
@@ -24,9 +25,11 @@ from meshinfer.api.models import entry_to_json
 from meshinfer.api.placements import INSTANCE_META, SHARDING, placement_from_json, placement_to_json
 from meshinfer.base.errors import BadInput, DeadlineExceeded, MeshinferError, NoRoom, Refused, UnknownInstance
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
+from meshinfer.base.units import parse_bytes
 from meshinfer.config import Settings
 from meshinfer.models.catalogue import parse_model_name
-from meshinfer.planning.plan import Plan, Preview, Refusal, SeatMemory, memory_to_json
+from meshinfer.planning.plan import Declined, Plan, Preview, Refusal, SeatMemory, memory_to_json
+from meshinfer.planning.prediction import Prediction
 from meshinfer.planning.workload import Constraints, Objective, Workload
 from meshinfer.serving.view import Instance
 from meshinfer.topology.graph import Topology
@@ -37,7 +40,7 @@ from meshinfer.wire.messages import Place
 _PREVIEW_KEYS = frozenset(
     (
         *("model_id", "sharding", "instance_meta", "memory_delta_by_node", "memory", "nodes", "seats", "error"),
-        *("constraint", "predicted_hop_seconds", "binds", "reason", "topology_digest", "placement"),
+        *("constraint", "predicted_hop_seconds", "binds", "reason", "topology_digest", "placement", "prediction"),
     )
 )
 
@@ -56,6 +59,10 @@ class _Wish(BaseModel):
     nodes: Annotated[list[str], Field(max_length=256)] = []
     """Ids or names."""
     exclude: Annotated[list[str], Field(max_length=256)] = []
+    layers: Annotated[list[str], Field(max_length=256)] = []
+    """`node=n`: this node takes part, with n layers."""
+    memory_limits: Annotated[list[str], Field(max_length=256)] = []
+    """`node=8GiB`: no more than that on this node."""
 
 
 class ControlApi:
@@ -102,7 +109,12 @@ class ControlApi:
         wish = _parse_wish(_query_to_object(request.query_params))
         model_id, workload, constraints = self._understand(wish)
         preview = await self._backend.previews(model_id, workload, constraints)
-        return JSONResponse({"previews": preview_to_json(model_id, preview)})
+        return JSONResponse(
+            {
+                "previews": preview_to_json(model_id, preview),
+                "declined": [_declined_to_json(declined) for declined in preview.declined],
+            }
+        )
 
     async def _instances(self, request: Request) -> Response:
         del request
@@ -170,7 +182,10 @@ class ControlApi:
         )
         topology = self._backend.topology()
         nodes, exclude = _resolve(topology, wish.nodes, "nodes"), _resolve(topology, wish.exclude, "exclude")
-        return model_id, workload, Constraints(nodes, exclude)
+        layers = tuple((node, _parse_layers(text)) for node, text in _resolve_pairs(topology, wish.layers, "layers"))
+        pairs = _resolve_pairs(topology, wish.memory_limits, "memory_limits")
+        limits = tuple((node, _parse_memory(text)) for node, text in pairs)
+        return model_id, workload, Constraints(nodes, exclude, layers, limits)
 
     async def _refusals(self, place: Place) -> list[dict[str, Any]]:
         """Why nothing else can be either; empty if that cannot be told now."""
@@ -233,6 +248,39 @@ def _plan_to_json(model_id: ModelId, plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "topology_digest": plan.topology_digest,
         "placement": placement_to_json(placement),
+        "prediction": plan.prediction and prediction_to_json(plan.prediction),
+    }
+
+
+def prediction_to_json(told: Prediction) -> dict[str, Any]:
+    """Every term, in seconds, bytes and tokens per second; what was not measured says so."""
+    return {
+        "objective": told.objective,
+        "objective_seconds": told.objective_seconds,
+        "prompt_tokens": told.prompt_tokens,
+        "output_tokens": told.output_tokens,
+        "concurrency": told.concurrency,
+        "ttft_seconds": told.ttft_seconds,
+        "tpot_seconds": told.tpot_seconds,
+        "compute_seconds": told.compute_seconds,
+        "link_seconds": told.link_seconds,
+        "overhead_seconds": told.overhead_seconds,
+        "request_seconds": told.request_seconds,
+        "tokens_per_second_alone": told.tokens_per_second_alone,
+        "tokens_per_second": told.tokens_per_second,
+        "served_tokens_per_second": told.served_tokens_per_second,
+        "is_measured": told.is_measured,
+        "stages": [{**msgspec.to_builtins(stage), "seconds": stage.seconds} for stage in told.stages],
+        "hops": msgspec.to_builtins(told.hops),
+    }
+
+
+def _declined_to_json(declined: Declined) -> dict[str, Any]:
+    return {
+        "node_id": declined.node_id,
+        "with_it_seconds": declined.with_it,
+        "without_it_seconds": declined.without_it,
+        "explanation": declined.explanation,
     }
 
 
@@ -244,10 +292,11 @@ def _refusal_to_json(model_id: ModelId, refusal: Refusal) -> dict[str, Any]:
         "memory_delta_by_node": _memory_by_node(refusal.memory) or None,
         "memory": memory_to_json(refusal.memory),
         "nodes": list(refusal.nodes),
-        "seats": [],
+        "seats": placement_to_json(refusal.placement)["seats"] if refusal.placement else [],
         "error": refusal.explanation,
         "constraint": refusal.constraint,
-        "placement": None,
+        "placement": refusal.placement and placement_to_json(refusal.placement),
+        "prediction": refusal.prediction and prediction_to_json(refusal.prediction),
     }
 
 
@@ -276,7 +325,7 @@ def _query_to_object(query: QueryParams) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for name in query:
         given = query.getlist(name)
-        if name in ("nodes", "exclude"):
+        if name in ("nodes", "exclude", "layers", "memory_limits"):
             value[name] = [part for text in given for part in text.split(",") if part]
         elif len(given) > 1:
             raise BadParameter(name, f"'{name}' is given {len(given)} times", expected="once")
@@ -306,3 +355,31 @@ def _resolve(topology: Topology, named: Sequence[str], param: str) -> tuple[Node
             raise BadParameter(param, what, expected="a node id, or a name that one node has", do="GET /topology")
         found += matches
     return tuple(dict.fromkeys(found))
+
+
+def _resolve_pairs(topology: Topology, given: Sequence[str], param: str) -> list[tuple[NodeId, str]]:
+    """Node ids and values of `node=value`."""
+    pairs: list[tuple[NodeId, str]] = []
+    for text in given:
+        named, equals, value = text.rpartition("=")
+        if not equals:
+            raise BadParameter(param, f"{text[:128]!r} in '{param}'", expected="node=value, such as ada=12")
+        (node_id,) = _resolve(topology, [named], param)
+        pairs.append((node_id, value))
+    if len({node_id for node_id, _ in pairs}) < len(pairs):
+        raise BadParameter(param, f"'{param}' names a node twice", expected="each node once")
+    return pairs
+
+
+def _parse_layers(text: str) -> int:
+    # No model has more than 1024 layers, and int() would take megabytes of digits.
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= 1024):
+        raise BadParameter("layers", f"{text[:32]!r} layers", expected="a number from 1 to 1024")
+    return int(text)
+
+
+def _parse_memory(text: str) -> int:
+    try:
+        return min(parse_bytes(text), 2**63 - 1)
+    except BadInput as error:
+        raise BadParameter("memory_limits", error.what, expected=error.expected, do=error.do) from None

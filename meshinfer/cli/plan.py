@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -31,11 +32,37 @@ def plan(
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", metavar="NODE", help="Not these; may be repeated.")
     ] = None,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option("--layers", metavar="NODE=N", help="This node takes part, with N layers; may be repeated."),
+    ] = None,
+    memory: Annotated[
+        list[str] | None,
+        typer.Option("--memory-limit", metavar="NODE=SIZE", help="No more than that on this node; may be repeated."),
+    ] = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            "--objective",
+            metavar="latency|throughput|fit",
+            help="A quick answer, many at once, or the fewest nodes with most room.",
+            show_default="latency",
+        ),
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", min=1, help="Tokens of a typical prompt.", show_default="256")
+    ] = None,
+    output: Annotated[
+        int | None, typer.Option("--output", min=1, help="Tokens of a typical answer.", show_default="256")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Every term of every prediction, and which measurement to doubt.")
+    ] = False,
     api: ApiOption = DEFAULT_API_URL,
     api_key: ApiKeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Where a model would go, and why not elsewhere. Changes nothing."""
+    """Where a model would go, how fast it would be there, and why not elsewhere. Changes nothing."""
     from meshinfer.cli.agent_client import get
 
     topology = get(api, api_key, "/topology")["nodes"]
@@ -44,6 +71,16 @@ def plan(
         params["context"] = context
     if concurrency is not None:
         params["concurrency"] = concurrency
+    if objective is not None:
+        params["objective"] = objective
+    if prompt is not None:
+        params["prompt_tokens"] = prompt
+    if output is not None:
+        params["output_tokens"] = output
+    if layers:
+        params["layers"] = [_with_node(text, topology) for text in layers]
+    if memory:
+        params["memory_limits"] = [_with_node(text, topology) for text in memory]
     if nodes:
         params["nodes"] = [find_node(text, topology) for text in nodes]
     if exclude:
@@ -52,7 +89,9 @@ def plan(
     if as_json:
         print_json(answer)
     else:
-        out.print(previews(answer["previews"], topology))
+        out.print(previews(answer["previews"], topology, answer.get("declined", ())))
+        if explain:
+            out.print(explanation(answer["previews"], topology))
     if all(preview["error"] is not None for preview in answer["previews"]):
         raise typer.Exit(1)
 
@@ -69,22 +108,49 @@ def find_node(text: str, nodes: dict[str, Any]) -> str:
     )
 
 
-def previews(answer: list[Any], nodes: dict[str, Any]) -> RenderableType:
-    """The choice with its memory, the other plans in a line each, and the refusals."""
+def _with_node(text: str, nodes: dict[str, Any]) -> str:
+    """`node=value`, the node by its id."""
+    named, equals, value = text.rpartition("=")
+    if not equals:
+        raise BadInput(f"{text!r} does not name a node and a value", expected="NODE=VALUE, such as anna=12")
+    return f"{find_node(named, nodes)}={value}"
+
+
+def previews(answer: list[Any], nodes: dict[str, Any], declined: Sequence[Any] = ()) -> RenderableType:
+    """The choice with its memory and speed, the other plans in a line each, who is not needed, and the refusals."""
     plans = [preview for preview in answer if preview["error"] is None]
     refusals = [preview for preview in answer if preview["error"] is not None]
+    # What no laptop and no dial could mend.
+    later = [refusal for refusal in refusals if refusal.get("constraint") == "build"]
+    refusals = [refusal for refusal in refusals if refusal not in later]
     parts: list[RenderableType] = []
     if plans:
         parts += [Text.assemble(("Chosen  ", "bold green"), route(plans[0], nodes)), memory_table(plans[0], nodes)]
+        if plans[0].get("prediction"):
+            parts.append(Text(figures(plans[0]["prediction"])))
         parts.append(Text(printable(f"{plans[0]['reason']}"), style="dim"))
     else:
         parts.append(Text("This model cannot be placed now.", style="bold red"))
     if plans[1:]:
         parts += ["", Text("Would also do", style="bold"), others_table(plans[1:], nodes)]
-    if refusals:
-        parts += ["", Text("Refused", style="bold")]
-        parts += [Text(printable(refusal["error"])) for refusal in refusals]
+    if declined:
+        parts += ["", Text("Not needed", style="bold")]
+        parts += [Text(printable(node["explanation"])) for node in declined]
+    for heading, those in (("Refused", refusals), ("Not in this version", later)):
+        if those:
+            parts += ["", Text(heading, style="bold")]
+            parts += [Text(printable(line)) for line in told_once(those, nodes)]
     return Group(*parts)
+
+
+def told_once(refusals: list[Any], nodes: dict[str, Any]) -> list[str]:
+    """Each refusal in its words; those that differ by the node's name alone in one."""
+    alike: dict[str, list[str]] = {}
+    for refusal in refusals:
+        names = [name_of(node_id, nodes) for node_id in refusal.get("nodes", [])]
+        name = names[0] if len(names) == 1 and refusal["error"].startswith(f"{names[0]} alone: ") else ""
+        alike.setdefault(refusal["error"].removeprefix(name), []).append(name)
+    return [f"{', '.join(names)}{rest}" for rest, names in alike.items()]
 
 
 def route(preview: Any, nodes: dict[str, Any]) -> str:
@@ -107,6 +173,92 @@ def memory_table(preview: Any, nodes: dict[str, Any]) -> Table:
             *(format_bytes(memory[part]) for part in parts),
         )
     return table
+
+
+def figures(told: Any) -> str:
+    """A prediction in a line."""
+    doubt = "" if told["is_measured"] else "; part of this is assumed, see --explain"
+    return (
+        f"Predicted: first token after {format_seconds(told['ttft_seconds'])} "
+        f"({told['prompt_tokens']} tokens of prompt), {told['tokens_per_second_alone']:.3g} tokens/s alone, "
+        f"{told['served_tokens_per_second']:.3g} with {told['concurrency']} at once{doubt}"
+    )
+
+
+def explanation(answer: list[Any], nodes: dict[str, Any]) -> RenderableType:
+    """Every term of every candidate that has a prediction."""
+    parts: list[RenderableType] = []
+    for preview in answer:
+        told = preview.get("prediction")
+        if not told:
+            continue
+        parts += ["", Text.assemble((f"{preview.get('sharding', '')}  ", "bold"), route(preview, nodes))]
+        if preview.get("binds"):
+            parts.append(Text(printable(f"Binds: {preview['binds']}")))
+        parts.append(Text(printable(_token(told))))
+        parts += [stages_table(told, nodes), *([hops_table(told, nodes)] if told["hops"] else [])]
+        parts += [Text(printable(f"Doubt  {line}"), style="yellow") for line in doubts(told, nodes)]
+    return Group(*parts)
+
+
+def _token(told: Any) -> str:
+    parts = ", ".join(f"{name} {format_seconds(told[f'{name}_seconds'])}" for name in ("compute", "link", "overhead"))
+    return (
+        f"A token of one stream takes {format_seconds(told['tpot_seconds'])}: {parts}. "
+        f"{told['concurrency']} at once decode {told['tokens_per_second']:.3g} tokens/s together. "
+        f"Objective {told['objective']}: {format_seconds(told['objective_seconds'])}."
+    )
+
+
+def stages_table(told: Any, nodes: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("STAGE", "STEP", "COMPUTE", "ALL-REDUCE", "OVERHEAD", "PREFILL CHUNK", "STREAMS", "MULTIPLIES"):
+        table.add_column(heading, justify="left" if heading == "STAGE" else "right")
+    for stage in told["stages"]:
+        parts = ("seconds", "compute_seconds", "link_seconds", "overhead_seconds", "chunk_seconds")
+        table.add_row(
+            " + ".join(name_of(node, nodes) for node in stage["nodes"]),
+            *(format_seconds(stage[part]) for part in parts),
+            f"{stage['stream_bytes_per_second'] / 1e9:.3g} GB/s",
+            f"{stage['flops_per_second'] / 1e12:.3g} TFLOP/s",
+        )
+    return table
+
+
+def hops_table(told: Any, nodes: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("HOP", "STEP", "PREFILL CHUNK", "LATENCY", "SOFTWARE", "BANDWIDTH"):
+        table.add_column(heading, justify="left" if heading == "HOP" else "right")
+    for hop in told["hops"]:
+        parts = ("seconds", "chunk_seconds", "latency_seconds", "message_seconds")
+        table.add_row(
+            f"{name_of(hop['source'], nodes)} → {name_of(hop['target'], nodes)}",
+            *(format_seconds(hop[part]) for part in parts),
+            f"{hop['bandwidth_bytes_per_second'] / 1e6:.3g} MB/s",
+        )
+    return table
+
+
+def doubts(told: Any, nodes: dict[str, Any]) -> list[str]:
+    """What to look at if the prediction seems wrong: what nobody measured, else what most of a token's time is."""
+    lines = [
+        f"{' + '.join(name_of(node, nodes) for node in stage['nodes'])}: {stage['assumed']}"
+        for stage in told["stages"]
+        if stage["assumed"]
+    ]
+    lines += [
+        f"{name_of(hop['source'], nodes)} → {name_of(hop['target'], nodes)}: {hop['assumed']}"
+        for hop in told["hops"]
+        if hop["assumed"]
+    ]
+    if lines:
+        return lines
+    stage = max(told["stages"], key=lambda each: each["seconds"])
+    hop = max(told["hops"], key=lambda each: each["seconds"], default=None)
+    most, what = stage, f"the speed of {' + '.join(name_of(node, nodes) for node in stage['nodes'])}"
+    if hop is not None and hop["seconds"] > stage["seconds"]:
+        most, what = hop, f"the link {name_of(hop['source'], nodes)} → {name_of(hop['target'], nodes)}"
+    return [f"first {what}, {most['seconds'] / told['tpot_seconds']:.0%} of each token"]
 
 
 def others_table(plans: list[Any], nodes: dict[str, Any]) -> Table:

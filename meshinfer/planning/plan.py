@@ -61,7 +61,7 @@ class Refusal:
     channel: ChannelKind
     nodes: Annotated[tuple[NodeId, ...], sized(0, 256)]
     constraint: Annotated[str, sized(0, 64)]
-    """What binds: `memory`, `cut`, `model`, `context`, `nodes`, `build`."""
+    """What binds: `memory`, `cut`, `model`, `context`, `nodes`, `layers`, `tensor`, `build`."""
     explanation: Annotated[str, sized(0, 2048)]
     memory: Annotated[tuple[SeatMemory, ...], sized(0, 256)] = ()
     """Need, have and shortfall per node where memory binds."""

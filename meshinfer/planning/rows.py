@@ -36,8 +36,12 @@ def grow(row: Row, holder: Holder) -> Row:
     # The window's starts and their values, both ascending, from `head` on.
     starts: list[int] = []
     values: list[int] = []
-    head = pushed = 0
-    for end in range(1, last):
+    head = 0
+    reached = [start for start, cost in enumerate(row) if cost < NEVER]
+    if not reached:
+        return following
+    pushed = reached[0]
+    for end in range(pushed + 1, min(last - 1, holder.latest[reached[-1]]) + 1):
         while pushed <= latest[end]:
             if row[pushed] < NEVER:
                 value = row[pushed] - run[pushed]
