@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshinfer.base.errors import CorruptModel
+from meshinfer.base.files import write_atomically
 from meshinfer.models.filenames import WEIGHTS_PATTERN
 from meshinfer.models.json_file import read_json
 from meshinfer.models.tensors import check_header, check_index, read_header
@@ -60,9 +61,7 @@ def write_headers(directory: Path) -> Path:
     """Write `tensor_headers.json` for the whole model in `directory`, atomically; returns its path."""
     content = {file.name: json.loads(file.header) for file in read_model_files(directory)}
     target = directory / HEADERS_FILE
-    aside = directory / f".{HEADERS_FILE}.{os.getpid()}"
-    aside.write_text(json.dumps(content, separators=(",", ":")))
-    aside.replace(target)
+    write_atomically(target, json.dumps(content, separators=(",", ":")).encode())
     return target
 
 

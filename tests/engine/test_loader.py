@@ -20,6 +20,7 @@ from meshinfer.engine.headers import HEADERS_FILE, as_whole_directory, read_mode
 from meshinfer.engine.loader import load_seat, open_model, parameters_of
 from meshinfer.engine.structure import NotSplittable
 from meshinfer.engine.unpacking import UNPACK_FROM_ROWS, unpack_for_many_rows
+from meshinfer.models import tensors
 from meshinfer.models.filenames import WEIGHTS_INDEX
 
 FILES = 3
@@ -238,6 +239,22 @@ def test_a_broken_file_is_named_before_mlx_reads_it(breakage: str, model_directo
     with pytest.raises(CorruptModel, match=reason) as caught:
         load_seat(model_directory, 0, None, computes_float32=True)
     assert file.name in caught.value.what
+
+
+@pytest.mark.parametrize("dtype", [*tensors._BYTES, "F64", "F8_E5M2", "F4"])
+def test_the_store_takes_exactly_what_mlx_reads(dtype: str, tmp_path: Path) -> None:
+    size = tensors._BYTES.get(dtype, 8)
+    header = json.dumps({"a": {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+    if dtype in tensors._BYTES:
+        assert [tensor.dtype for tensor in tensors.read_tensor_headers(path)] == [dtype]
+        assert mx.load(str(path))["a"].nbytes == size
+    else:
+        with pytest.raises(CorruptModel, match="described by"):
+            tensors.read_tensor_headers(path)
+        with pytest.raises(RuntimeError):
+            mx.load(str(path))
 
 
 def test_a_missing_file_is_named(model_directory: Path) -> None:
