@@ -189,6 +189,17 @@ async def test_a_seed_that_is_no_address_is_told_at_once(autojump_clock, tmp_pat
             await stage.start("n0", seeds=("laptop",))
 
 
+async def test_a_seed_that_nobody_answers_at_is_told_once(
+    autojump_clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with room(tmp_path) as stage:
+        await stage.start("n0", seeds=("203.0.113.9:52416",))
+        await trio.sleep(60)
+    told = [record.getMessage() for record in caplog.records if "--peer" in record.getMessage()]
+    assert len(told) == 1
+    assert "203.0.113.9:52416" in told[0]
+
+
 async def test_one_who_leaves_is_gone_at_once_and_listed_as_left(autojump_clock, tmp_path: Path) -> None:
     async with room(tmp_path) as stage:
         everyone = await stage.gather(3)
