@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -9,7 +10,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshinfer.api.backend import Backend, ModelEntry
-from meshinfer.base.errors import UnknownModel
+from meshinfer.base.errors import BadInput, UnknownModel
+from meshinfer.models.catalogue import parse_model_name
 
 
 class ModelsApi:
@@ -33,6 +35,8 @@ class ModelsApi:
 
     async def _one(self, request: Request) -> Response:
         model_id = request.path_params["model_id"]
+        with suppress(BadInput):  # what cannot be a name is none that is here
+            model_id = parse_model_name(model_id)
         for entry in self._backend.models():
             if entry.model_id == model_id:
                 return JSONResponse(self._openai(entry))
