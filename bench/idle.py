@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "e2e")
 
 from mesh import room
 
-WARM_UP_SECONDS = 20.0
-"""Imports, first gossip, garbage collections: not what idling costs."""
+WARM_UP_SECONDS = 60.0
+"""Imports, first gossip, the first bursts over each link (their buffers stay in the heap): not what idling costs."""
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 
 
