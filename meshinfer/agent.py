@@ -167,6 +167,7 @@ def _make_serving(
         transport=transport,
         topology=mesh.topology,
         doubtful=mesh.doubtful,
+        blame=mesh.blame,
         watch=mesh.changes,
         announce=announce,
         model_cards=cards,

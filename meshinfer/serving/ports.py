@@ -50,6 +50,8 @@ class Ports:
     """The live members now, this node among them."""
     doubtful: Callable[[], frozenset[NodeId]]
     """Members that do not answer right now: still members, but nothing new is placed on them if it can be helped."""
+    blame: Callable[[NodeId], None]
+    """A channel to it broke or a step on it is overdue: the mesh looks at it at once, instead of when its turn comes."""
     watch: Callable[[], Watch]
     """A watch on the topology, up to date at the call."""
     announce: Callable[[tuple[SeatReport, ...], tuple[Placement, ...], int], None]

@@ -47,6 +47,7 @@ from meshinfer.wire.messages import (
     SeatRef,
 )
 from meshinfer.wire.runner_control import (
+    ChannelLost,
     DialChannel,
     ExpectChannel,
     Heartbeat,
@@ -335,6 +336,8 @@ class SeatService:
                 peer = held.placement.seats[message.seat].node_id
                 self._ports.frame_arrived(peer, message.byte_count, message.seconds)
             return
+        if isinstance(message, ChannelLost) and 0 <= message.seat < len(held.placement.seats):
+            self._ports.blame(held.placement.seats[message.seat].node_id)
         effects = self._ledger.runner_said(held.key, message, trio.current_time())
         if self._nursery is not None and effects:
             # Not awaited here: stopping waits for the very loop that calls this.

@@ -258,6 +258,7 @@ class Cluster:
             transport=transport,
             topology=mesh.topology,
             doubtful=mesh.doubtful,
+            blame=mesh.blame,
             watch=mesh.changes,
             announce=announce,
             model_cards=ModelCards(transport, mesh.topology, local, settings.call_timeout_seconds),
