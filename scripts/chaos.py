@@ -62,8 +62,13 @@ class Row:
         return (
             f"| {self.scenario.name} | {runs} | {kept}/{runs} | {100 * good / max(1, len(everyone)):.0f} % "
             f"| {percentile(pauses, 0.5):.2f} | {percentile(pauses, 0.95):.2f} "
-            f"| {percentile(recompute, 0.95):.2f} | {tokens:.0f} |"
+            f"| {_figure(percentile(recompute, 0.95), 2)} | {_figure(tokens, 0)} |"
         )
+
+
+def _figure(value: float, digits: int) -> str:
+    """A dash for what cannot be told."""
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 HEADER = (

@@ -235,9 +235,9 @@ class Outcome:
     seed: int
     answers: tuple[Answer, ...]
     violations: tuple[str, ...]
-    recomputed_tokens: int = 0
+    recomputed_tokens: float = math.nan
     """Positions that a stage read again, or that a replacement read for the lost one, over all stages."""
-    recompute_seconds: float = 0.0
+    recompute_seconds: float = math.nan
     """What reading them took of the first client's pause, where that can be told."""
     settled_seconds: float = 0.0
     """From the last fault's end (and the last answer's) to rest: all promises of 4 and 5 hold."""
