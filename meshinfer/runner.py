@@ -36,6 +36,7 @@ from meshinfer.pipeline.agent_link import AgentLink
 from meshinfer.pipeline.doors import Doors
 from meshinfer.pipeline.mailbox import Mailbox
 from meshinfer.pipeline.progress import Progress
+from meshinfer.topology.placement import Placement
 from meshinfer.wire.runner_control import (
     AgentMessage,
     DialChannel,
@@ -159,7 +160,12 @@ def _work(platform: Platform, load: LoadSeat, mailbox: Mailbox, progress: Progre
         computes_float32=platform.computes_float32,
         progress=lambda done, total: link.send(Loading(done, total)),
     )
-    stepper = Stepper(loaded, max_rows=load.placement.concurrency, max_tokens=max_step_tokens(load))
+    stepper = Stepper(
+        loaded,
+        max_rows=load.placement.concurrency,
+        max_tokens=max_step_tokens(load),
+        context_tokens=load.placement.context_tokens,
+    )
     memory = read_memory()
     link.send(Loaded(memory.active, memory.resident, time.monotonic() - began))
     while True:
@@ -168,9 +174,10 @@ def _work(platform: Platform, load: LoadSeat, mailbox: Mailbox, progress: Progre
         load = replace(load, epoch=rebind.epoch, placement=rebind.placement, seat_index=rebind.seat_index)
         load.placement.validate()
         after = load.placement
-        if (_layers(load), after.model_digest, after.concurrency) != (layers, before.model_digest, before.concurrency):
+        if (_layers(load), *_terms(after)) != (layers, *_terms(before)):
             raise ProtocolError(
-                f"a rebinding of layers {layers} to {_layers(load)}", expected="the same layers, model and concurrency"
+                f"a rebinding of layers {layers} to {_layers(load)}",
+                expected="the same layers, model, context and concurrency",
             )
 
 
@@ -179,6 +186,11 @@ def _layers(load: LoadSeat) -> tuple[int, int]:
         raise ProtocolError(f"seat {load.seat_index} of {len(load.placement.seats)}", expected="one of the placement")
     seat = load.placement.seats[load.seat_index]
     return seat.start, seat.end
+
+
+def _terms(placement: Placement) -> tuple[str, int, int]:
+    """What loaded layers and reserved memory are good for."""
+    return placement.model_digest, placement.context_tokens, placement.concurrency
 
 
 # --- short jobs ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
@@ -82,10 +82,32 @@ class Batcher:
             prefill_step_size=chunk_tokens,
         )
 
-    def insert(self, session: int, token_ids: Sequence[int]) -> None:
-        """Let a sequence join with the next `advance`; the caller keeps to `max_rows`."""
-        handle = self._model.log.new_handle([_Row(session, len(token_ids))])
-        (self._uids[session],) = self._generator.insert([list(token_ids)], caches=[[handle]])
+    @property
+    def count(self) -> int:
+        """Sequences that were inserted and not removed."""
+        return len(self._uids)
+
+    def insert(
+        self, session: int, token_ids: Sequence[int], cache: CacheHandle | None = None, position: int = 0
+    ) -> None:
+        """Let a sequence join with the next `advance`; the caller keeps to `max_rows`.
+
+        Args:
+            session: whose it is.
+            token_ids: all of them.
+            cache: of `set_aside`, if the stages have some of it already; else it begins with an empty one.
+            position: how many tokens every stage holds there, or more, which are cut.
+        """
+        handle = cache or self._model.log.new_handle([])
+        handle.rows = [_Row(session, len(token_ids), position)]
+        if cache is not None:
+            self._model.log.add(CacheOperation("cut", cache.number, rows=(position,)))
+        left, before = list(token_ids[position:]), list(token_ids[:position])
+        (self._uids[session],) = self._generator.insert([left], caches=[[handle]], all_tokens=[before])
+
+    def set_aside(self) -> CacheHandle:
+        """A cache that a step will fill by itself, before its sequence is inserted; forgotten with its last reference."""
+        return self._model.log.new_handle([], None)
 
     def remove(self, sessions: Sequence[int]) -> None:
         """End sequences, wherever they are; their caches are freed by the next operations."""
@@ -117,7 +139,7 @@ class _PipelineModel:
         self.log = _CacheLog()
         self._forward = forward
 
-    def __call__(self, tokens: mx.array, cache: list[_CacheHandle]) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: list[CacheHandle]) -> mx.array:
         (handle,) = cache
         rows, samples = handle.advance(tokens.shape[1])
         self._forward(Forward(handle.number, rows, samples, tokens.astype(mx.int32)))
@@ -143,13 +165,16 @@ class _CacheLog:
     def add(self, operation: CacheOperation) -> None:
         self._operations.append(operation)
 
-    def new_handle(self, rows: list[_Row], kind: str = "new", sources: tuple[int, ...] = ()) -> _CacheHandle:
+    def new_handle(
+        self, rows: list[_Row], kind: Literal["new", "merge", "copy"] | None = "new", sources: tuple[int, ...] = ()
+    ) -> CacheHandle:
         number = next(self._numbers)
-        self.add(CacheOperation(kind, number, sources))  # pyright: ignore[reportArgumentType] - called with literals
-        return _CacheHandle(self, number, rows)
+        if kind is not None:
+            self.add(CacheOperation(kind, number, sources))
+        return CacheHandle(self, number, rows)
 
 
-class _CacheHandle:
+class CacheHandle:
     """What the generator takes for a cache: the methods of mlx-lm's caches that it calls, and no other."""
 
     state: Any = ()
@@ -173,14 +198,14 @@ class _CacheHandle:
         return rows, samples.pop()
 
     @staticmethod
-    def merge(handles: list[_CacheHandle]) -> _CacheHandle:
+    def merge(handles: list[CacheHandle]) -> CacheHandle:
         rows = [replace(row) for handle in handles for row in handle.rows]
         return handles[0].log.new_handle(rows, "merge", tuple(handle.number for handle in handles))
 
-    def __deepcopy__(self, _memo: Any) -> _CacheHandle:
+    def __deepcopy__(self, _memo: Any) -> CacheHandle:
         return self.log.new_handle([replace(row) for row in self.rows], "copy", (self.number,))
 
-    def extend(self, other: _CacheHandle) -> None:
+    def extend(self, other: CacheHandle) -> None:
         self.rows += other.rows
         self.log.add(CacheOperation("extend", self.number, (other.number,)))
 

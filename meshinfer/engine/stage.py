@@ -112,7 +112,7 @@ class Stage:
     def state_arrays(self, cache: Cache) -> list[mx.array]:
         """All arrays of `cache`, shadows too: evaluate them with each step's result, or the graph grows for ever."""
         unique = {id(entry): entry for entry in cache}.values()
-        return [array for entry in unique for array in arrays_in(_state(entry))]
+        return [array for entry in unique for array in arrays_in(state_of(entry))]
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -231,10 +231,10 @@ def _both_float(one: mx.Dtype, other: mx.Dtype) -> bool:
     return mx.issubdtype(one, mx.floating) and mx.issubdtype(other, mx.floating)
 
 
-def _state(entry: Any) -> Any:
+def state_of(entry: Any) -> Any:
     """What a cache holds; an untouched one may have no state to ask for."""
     if isinstance(entry, caches.CacheList):
-        return [_state(part) for part in entry.caches]
+        return [state_of(part) for part in entry.caches]
     return entry.state
 
 

@@ -1,6 +1,7 @@
 """The head's part: sessions come in, and the pipeline is kept busy with steps.
 
     waiting ──room──► running ──the last stage says so──► gone
+       │    ──room──► coming back ──► running              │
        └──────cancelled, its origin lost, refused──────────┘
 
 Which sessions run together is mlx-lm's decision (`engine.batching`); it asks for one forward after the
@@ -9,28 +10,38 @@ A chunk of prompts need not be waited for: as many steps as there are stages may
 all of them work at once on a long prompt. A step that samples is waited for, since the next one starts
 from its tokens.
 
+A session that its origin had open before is recalled: the stages say what they kept of it, and it is
+brought back with what is missing (`pipeline.resuming`), a chunk a turn beside the running ones, before it
+joins the batch.
+
 A failed session is that session's failure. A lost neighbour is everyone's: `PipelineBroken`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
+
 from meshinfer.base.errors import ProtocolError
-from meshinfer.engine.batching import Batcher, Forward
+from meshinfer.engine.batching import Batcher, CacheHandle, Forward
 from meshinfer.engine.stepping import Stepper
 from meshinfer.pipeline.channel import Channel
 from meshinfer.pipeline.errors import PipelineBroken
 from meshinfer.pipeline.patience import Patience
+from meshinfer.pipeline.resuming import Return, plan_return
 from meshinfer.planning.memory import PROMPTS_AT_ONCE
 from meshinfer.wire.frames import Frame, FrameKind
 from meshinfer.wire.records import RUNNER_RECORDS, OpenSession, Prefilled, RunnerRecord, SessionFailed
 from meshinfer.wire.runner_control import LoadSeat
-from meshinfer.wire.steps import MAX_STARTED, SessionStart, StepAnswer, StepControl
+from meshinfer.wire.steps import MAX_STARTED, Kept, SessionStart, StepAnswer, StepControl
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
 """Sessions that wait for room; as many as an origin accepts requests. More are sent elsewhere with no_room."""
@@ -45,6 +56,18 @@ class _Session:
 
 
 @dataclass(slots=True)
+class _Returning:
+    """A session that was recalled, and has not joined the batch."""
+
+    cache: CacheHandle
+    """That its pieces run on, on every stage."""
+    plan: Return | None = None
+    """None until the stages have said what they kept."""
+    done: int = 0
+    """Pieces that have been asked for."""
+
+
+@dataclass(slots=True)
 class _Pending:
     """A step on its way."""
 
@@ -56,7 +79,7 @@ class _Pending:
 
     @property
     def chunk_tokens(self) -> int:
-        return 0 if self.control.samples else sum(count for _, _, count in self.control.rows)
+        return 0 if self.control.samples or self.control.recalls else sum(count for _, _, count in self.control.rows)
 
 
 class Head:
@@ -86,12 +109,14 @@ class Head:
         self._stages = len(load.placement.seats)
         self._waiting: deque[_Session] = deque()
         self._running: dict[int, _Session] = {}
-        """By number; all and only sessions that are in the batcher."""
+        """By number; all and only sessions that are in the batcher, or on their way into it."""
+        self._returning: dict[int, _Returning] = {}
+        """By number; those of the running ones that are on their way."""
         self._numbers = 0
         self._started: list[SessionStart] = []
         """Running, and no step has told the last stage of them yet."""
         self._ended: list[int] = []
-        """Ended here, and no step has told the last stage yet."""
+        """Ended, and no step has told the stages yet."""
         self._step = 0
         self._pending: deque[_Pending] = deque()
         """Not answered yet, in order."""
@@ -185,6 +210,7 @@ class Head:
         self._started = [start for start in self._started if start.number not in numbers]
         self._ended += [number for number in numbers if number not in untold]
         for number in numbers:
+            self._returning.pop(number, None)
             del self._running[number]
 
     # --- steps ----------------------------------------------------------------------------------
@@ -197,15 +223,19 @@ class Head:
         """
         while self._waiting and len(self._running) < self._max_running and len(self._started) < MAX_STARTED:
             self._admit(self._waiting.popleft())
-        if self._running:
+        self._bring_back()
+        if self._batcher.count:
             self._batcher.advance()
             self._batcher.remove(self._finished)
             for number in self._finished:
                 self._running.pop(number, None)
+            self._ended += self._finished
             self._finished = []
+        elif self._pending and self._returning and all(r.plan is None for r in self._returning.values()):
+            self._wait_for_answer()
         if not self._running and (self._ended or self._batcher.has_operations):
             # No step will follow that could bring it: the caches must not wait for the next request.
-            self._issue(None)
+            self._issue(StepControl(), None)
             while self._pending:
                 self._wait_for_answer()
 
@@ -220,11 +250,15 @@ class Head:
         pending = self._pending.popleft()
         now = time.monotonic()
         own_seconds = now - max(pending.sent_at, self._answered_at)
-        if pending.control.cache:  # one that runs nothing says nothing of the others
+        control = pending.control
+        if control.cache and not control.recalls and not control.parts:  # others say nothing of these
             self._patience.observe(pending.chunk_tokens, own_seconds, was_idle=pending.was_idle)
         self._answered_at = now
-        rows = pending.control.rows
-        if pending.control.samples:
+        rows = control.rows
+        if control.recalls:
+            self._recalled(rows[0], answer.kept)
+            return
+        if control.samples:
             if [token.session for token in answer.tokens] != [number for number, _, _ in rows]:
                 raise ProtocolError(f"tokens of {len(answer.tokens)} sessions", expected=f"of the step's {len(rows)}")
             if max(token.token_id for token in answer.tokens) >= self._vocab_size:
@@ -235,7 +269,7 @@ class Head:
                     self._finished.append(token.session)
                 if token.finish == "origin_lost":
                     self._tell(token.session, "peer_lost", "the origin has no channel to the last stage")
-        for number, position, count in () if pending.control.samples else rows:
+        for number, position, count in () if control.samples else rows:
             if session := self._running.get(number):
                 total = len(session.record.token_ids)
                 _send(session.channel, Prefilled(session.record.session_id, position + count, total))
@@ -243,7 +277,6 @@ class Head:
     def _admit(self, session: _Session) -> None:
         record = session.record
         self._running[session.number] = session
-        self._batcher.insert(session.number, record.token_ids)
         self._started.append(
             SessionStart(
                 number=session.number,
@@ -254,12 +287,53 @@ class Head:
                 max_new_tokens=record.max_new_tokens,
                 stop_token_ids=record.stop_token_ids,
                 sampling=record.sampling,
+                resumed=record.resumed,
             )
         )
+        if not record.resumed:
+            self._batcher.insert(session.number, record.token_ids)
+            return
+        self._returning[session.number] = returning = _Returning(self._batcher.set_aside())
+        row = (session.number, 0, len(record.token_ids))
+        self._ask(StepControl(cache=returning.cache.number, rows=(row,), recalls=True), record.token_ids)
+
+    def _recalled(self, row: tuple[int, int, int], kept: Sequence[Kept]) -> None:
+        number, _, tokens = row
+        plan = plan_return(kept, self._stages, tokens - 1, self._load.prefill_chunk_tokens)
+        if returning := self._returning.get(number):
+            returning.plan = plan
+            log.info("session %d comes back at %d of %d tokens: %s", number, plan.position, tokens, kept)
+
+    def _bring_back(self) -> None:
+        """The next piece of the first session that is on its way; or it joins the batch."""
+        for number, returning in self._returning.items():
+            if (plan := returning.plan) is None:
+                continue
+            token_ids = self._running[number].record.token_ids
+            if returning.done < len(plan.pieces):
+                piece = plan.pieces[returning.done]
+                returning.done += 1
+                row = (number, piece.start, piece.end - piece.start)
+                control = StepControl(cache=returning.cache.number, rows=(row,), parts=piece.parts)
+                self._ask(control, token_ids[piece.start : piece.end])
+            else:
+                self._batcher.insert(number, token_ids, returning.cache, plan.position)
+                del self._returning[number]
+            return
 
     def _forward(self, forward: Forward) -> None:
-        self._issue(forward)
-        while not forward.samples and len(self._pending) > self._stages:
+        control = StepControl(cache=forward.cache, rows=forward.rows, samples=forward.samples)
+        self._issue(control, forward.tokens)
+        if not forward.samples:
+            self._wait_for_room()
+
+    def _ask(self, control: StepControl, token_ids: Sequence[int]) -> None:
+        """A step of one session's own."""
+        self._issue(control, mx.array([list(token_ids)], mx.int32))
+        self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        while len(self._pending) > self._stages:
             self._wait_for_answer()
 
     def _take_tokens(self) -> list[int]:
@@ -267,18 +341,16 @@ class Head:
             self._wait_for_answer()
         return self._tokens
 
-    def _issue(self, forward: Forward | None) -> None:
-        """Start the next step."""
+    def _issue(self, control: StepControl, tokens: Any) -> None:
+        """Start the next step; it brings the stages what they do not know yet."""
         brought = self._batcher.take_operations()
         started, self._started = tuple(self._started), []
         ended, self._ended = tuple(self._ended), []
-        control = StepControl(brought, started=started, ended=ended)
-        if forward is not None:
-            control = StepControl(brought, forward.cache, forward.rows, forward.samples, started, ended)
+        control = replace(control, operations=brought, started=started, ended=ended)
         self._step += 1
         pending = _Pending(self._step, control, time.monotonic(), was_idle=not self._pending)
         self._pending.append(pending)
-        self._run_step(self._step, control, None if forward is None else forward.tokens)
+        self._run_step(self._step, control, tokens)
         pending.sent_at = time.monotonic()
 
     def _wait_for_answer(self) -> None:

@@ -31,6 +31,8 @@ class Progress:
     """Of sessions: what keys, values and states hold."""
     step_seconds: float = 0.0
     tokens: int = 0
+    recomputed_tokens: int = 0
+    kept_bytes: int = 0
 
     def begin_step(self, tokens: int) -> None:
         self.busy_tokens, self.busy_since = tokens, time.monotonic()
@@ -61,4 +63,6 @@ class Progress:
             step_seconds=self.step_seconds,
             tokens=self.tokens,
             busy_tokens=self.busy_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            kept_bytes=self.kept_bytes,
         )

@@ -8,9 +8,10 @@ Every seat runs its layers (`engine.stepping`); the first one also has the sessi
 last one also takes the tokens (`pipeline.tail`); with one seat it is the same process, and steps and
 answers are function calls. Whatever other threads bring comes through the mailbox.
 
-A channel between seats that breaks ends the instance: every session is told, caches are freed, the other
-seats' channels are closed so that the news runs along the pipeline, and the agent is told. The process
-stays, for its agent to decide: it ends it, or lets the loaded layers go on as a seat of the next epoch.
+A channel between seats that breaks ends the instance: every session is told, caches are freed but for what
+is good if a session is opened again (`engine.keeping`), the other seats' channels are closed so that the
+news runs along the pipeline, and the agent is told. The process stays, for its agent to decide: it ends it,
+or lets the loaded layers go on as a seat of the next epoch.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class SeatLoop:
         self._tell = tell
         self._last_seat = len(load.placement.seats) - 1
         index, last = load.seat_index, self._last_seat
+        stepper.take_place(index, last + 1)
         self._head = Head(load, stepper, self._run_step, self._wait) if index == 0 else None
         concurrency = load.placement.concurrency
         self._tail = Tail(self._send_record, stepper.vocab_size, concurrency) if index == last else None
@@ -120,7 +122,7 @@ class SeatLoop:
     def run(self) -> Rebind:
         """Work until the agent wants these layers to be another epoch's seat; nothing is held for this one then."""
         if self._is_linked:
-            self._tell(Linked())
+            self._linked()
         self._progress.be_idle()
         try:
             while True:
@@ -195,7 +197,11 @@ class SeatLoop:
         else:
             channel.start(0, deliver, on_end)
         if name is not None and self._is_linked:
-            self._tell(Linked())
+            self._linked()
+
+    def _linked(self) -> None:
+        self._stepper.sessions.count_down(time.monotonic())
+        self._tell(Linked())
 
     def _receive(self, channel: Channel, frame: Frame) -> None:
         try:
@@ -260,12 +266,14 @@ class SeatLoop:
         token_tensor: tuple[Tensor, ...],
     ) -> None:
         """Run the layers and pass on what comes out."""
-        outputs = self._stepper.run(control, tokens, carried)
+        said, outputs = self._stepper.step(control, tokens, carried)
+        if said is not control:
+            encoded = encode(said)
         if self._tail is None:
             frame = Frame(FrameKind.STEP, self._load.epoch, step, encoded, (*token_tensor, *as_tensors(outputs)))
             self._seats["steps out"].send(frame)
         else:
-            answer = self._tail.finish_step(control, [] if tokens is None else tokens.tolist(), outputs)
+            answer = self._tail.finish_step(said, [] if tokens is None else tokens.tolist(), outputs)
             self._progress.tokens = self._tail.tokens
             if self._head is not None:
                 self._head.answered(step, answer)
@@ -306,7 +314,7 @@ class SeatLoop:
         if self._head is not None:
             # What was on its way never comes back; nothing of the old batch may be looked at again.
             self._head = Head(self._load, self._stepper, self._run_step, self._wait)
-        self._stepper.clear()
+        self._stepper.keep_sessions()
         self._progress.busy_since = None
         self._refreshed_at = 0.0
 
@@ -316,7 +324,10 @@ class SeatLoop:
         if now - self._refreshed_at < REFRESH_SECONDS:
             return
         self._refreshed_at = now
+        self._stepper.sessions.lapse(now)
         progress = self._progress
+        progress.recomputed_tokens = self._stepper.recomputed_tokens
+        progress.kept_bytes = self._stepper.sessions.size_bytes
         progress.active_bytes = read_memory().active
         progress.cache_bytes = self._stepper.caches.size_bytes
         if self._head is not None:

@@ -68,11 +68,13 @@ class Tail:
             self._sessions.pop(number, None)
         self._begin(control.started)
         rows = [self._row(number) for number, _, _ in control.rows]
-        for row, ids, (_, _, count) in zip(rows, token_ids, control.rows, strict=True):
+        for row, ids, (_, position, count) in zip(rows, token_ids, control.rows, strict=True):
             if row.remembers:
-                row.seen += ids[:count]
+                if position > len(row.seen):
+                    raise ProtocolError(f"tokens at {position}", expected=f"the next ones, at {len(row.seen)}")
+                row.seen[position : position + count] = ids[:count]  # a session that was recalled has brought all
         if not control.samples:
-            return StepAnswer()
+            return StepAnswer(kept=control.kept)
         drawn = self._draw(rows, logits)
         return StepAnswer(tuple(self._emit(row, token) for row, token in zip(rows, drawn, strict=True)))
 

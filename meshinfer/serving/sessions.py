@@ -167,12 +167,14 @@ class Sessions:
         """One attempt after the other, each going on where the last one broke off."""
         token_log = TokenLog()
         failures = 0
+        resumed = False
         while True:
             emitted = len(token_log.emitted)
             try:
-                return await self._attempt(request, token_log, events)
+                return await self._attempt(request, token_log, events, resumed=resumed)
             except PeerLost as error:
                 # Anything else is the request's own, and would come again.
+                resumed = True
                 failures = 1 if len(token_log.emitted) > emitted else failures + 1
                 if failures > MAX_FAILURES:
                     raise
@@ -181,7 +183,9 @@ class Sessions:
                 events.send_nowait(Waiting("repairing", 0.0))
                 await trio.sleep(RETRY_SECONDS * failures)
 
-    async def _attempt(self, request: GenerateRequest, token_log: TokenLog, events: EventStream) -> None:
+    async def _attempt(
+        self, request: GenerateRequest, token_log: TokenLog, events: EventStream, *, resumed: bool
+    ) -> None:
         """Get an instance and run what is left of the request on it.
 
         Raises:
@@ -203,6 +207,7 @@ class Sessions:
             max_new_tokens=request.max_new_tokens - len(token_log.emitted),
             stop_token_ids=request.stop_token_ids,
             sampling=request.sampling,
+            resumed=resumed,
         )
         ended = False
         try:

@@ -53,6 +53,8 @@ class OpenSession:
     """From here on (a resume asks for what is left)."""
     stop_token_ids: Annotated[tuple[TokenId, ...], sized(0, 64)]
     sampling: Sampling
+    resumed: bool = False
+    """This origin had it open before, perhaps on an older epoch: ask the stages what they kept of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ class DialChannel:
 @dataclass(frozen=True, slots=True)
 class Rebind:
     """Go on as this seat of the instance's next epoch, with the layers that are loaded: same layers, same context,
-    same concurrency. All sessions and channels of the old epoch are dropped; new channels follow.
+    same concurrency. All sessions and channels of the old epoch end; new channels follow. What can be kept of the
+    sessions is kept, in case their origins open them again.
     """
 
     epoch: Annotated[int, between(0, 2**32 - 1)]
@@ -124,6 +125,10 @@ class Heartbeat:
     """Tokens sampled since start (last stage)."""
     busy_tokens: Annotated[int, at_least(0)] = 0
     """Of the current step: as many as it reads, over all its sessions; 0 when idle."""
+    recomputed_tokens: Annotated[int, at_least(0)] = 0
+    """Tokens that this stage computed since start for sessions that were opened again, before their next new token."""
+    kept_bytes: Annotated[int, at_least(0)] = 0
+    """What it keeps in case a session is opened again: caches of sessions that broke off, outputs of running ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,12 @@ def steppers(name: str, cuts: Sequence[int]) -> list[Stepper]:
     layer_count = Structure.probe(make_model(name)).layer_count
     edges = itertools.pairwise([0, *cuts, layer_count])
     return [
-        Stepper(Seat(Stage(make_model(name), start, end), name, VOCABULARY, 0), max_rows=ROWS, max_tokens=ROWS * CHUNK)
+        Stepper(
+            Seat(Stage(make_model(name), start, end), name, VOCABULARY, 0),
+            max_rows=ROWS,
+            max_tokens=ROWS * CHUNK,
+            context_tokens=512,
+        )
         for start, end in edges
     ]
 
@@ -146,6 +151,10 @@ NEW = (CacheOperation("new", 1), CacheOperation("new", 2), CacheOperation("merge
         (*NEW, CacheOperation("finalize", 3)),
         (CacheOperation("free", 9),),
         (CacheOperation("copy", 9, (8,)),),
+        (CacheOperation("cut", 9, rows=(0,)),),
+        (*NEW, CacheOperation("cut", 3, rows=(0,))),
+        (*NEW, CacheOperation("cut", 1, rows=(1,))),
+        (*NEW, CacheOperation("cut", 1)),
     ],
 )
 def test_impossible_cache_operations_are_refused(stepper: Stepper, lie: tuple[CacheOperation, ...]):
