@@ -40,7 +40,8 @@ class Trace:
     """What is known of one session."""
 
     session_id: SessionId
-    resumed: bool = False
+    computed_before: bool = False
+    """All that it starts with: tokens came of it already."""
     tokens: list[int] = field(default_factory=list[int])
     """Of the positions that its caches hold."""
     log: ReplayLog | None = None
@@ -96,7 +97,7 @@ class Keeper:
         for start in started:
             before = self._kept.pop(start.session_id, None)
             trace = before if before and start.resumed else Trace(start.session_id)
-            trace.resumed = start.resumed
+            trace.computed_before = start.resumed and start.emitted > 0
             self._running[start.number] = trace
         while self._kept and len(self._kept) + len(self._running) > self._max_sessions:
             del self._kept[next(iter(self._kept))]

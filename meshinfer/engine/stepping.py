@@ -224,7 +224,7 @@ class Stepper:
             trace = self.sessions.running(number)
             if trace is None:
                 continue
-            if trace.resumed and not control.samples:
+            if control.parts or (trace.computed_before and not control.samples):
                 self.recomputed_tokens += count
             if position == 0 and self._can_log:
                 trace.log = ReplayLog(self._produced)

@@ -126,7 +126,8 @@ class Heartbeat:
     busy_tokens: Annotated[int, at_least(0)] = 0
     """Of the current step: as many as it reads, over all its sessions; 0 when idle."""
     recomputed_tokens: Annotated[int, at_least(0)] = 0
-    """Tokens that this stage computed since start for sessions that were opened again, before their next new token."""
+    """Tokens that this stage computed since start though some stage had computed them before: of sessions that were
+    opened again."""
     kept_bytes: Annotated[int, at_least(0)] = 0
     """What it keeps in case a session is opened again: caches of sessions that broke off, outputs of running ones."""
 

@@ -1,0 +1,288 @@
+"""Whatever stage is lost, whenever: the answers are those of a run without a loss, and little is computed again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from resume_kit import CONCURRENCY, CONTEXT, FragilePipeline, Loss, wanted
+from tiny_models import VOCABULARY
+
+from meshinfer.base.errors import ProtocolError
+from meshinfer.engine import stepping
+from meshinfer.engine.cache_table import Entry
+from meshinfer.engine.keeping import KEPT_SECONDS
+from meshinfer.pipeline.resuming import plan_return
+from meshinfer.wire.records import OpenSession, Sampling
+from meshinfer.wire.steps import Kept, StepControl
+
+GREEDY = Sampling(seed=0, temperature=0)
+SEEDED = Sampling(seed=7, temperature=0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.4)
+SESSIONS = (
+    wanted(1, [5, 6, 7], 14, GREEDY),
+    wanted(2, list(range(1, 30)), 12, SEEDED),
+    wanted(3, [9] * 17, 10, replace(SEEDED, seed=8)),
+    wanted(4, [90], 13, GREEDY),
+    wanted(5, list(range(60, 40, -1)), 9, GREEDY),
+)
+"""One more than run at once."""
+FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3n", "falcon_h1", "lfm2", "rwkv7")
+RECURRENT = ("falcon_h1", "lfm2", "rwkv7")
+
+
+@cache
+def without_loss(name: str, records: Sequence[OpenSession] = SESSIONS) -> tuple[list[list[int]], FragilePipeline]:
+    pipeline = FragilePipeline(name)
+    return pipeline.run(records), pipeline
+
+
+def first_steps(name: str) -> dict[str, int]:
+    """Numbers of the steps in which things happen, without a loss."""
+    log = without_loss(name)[1].log
+    sampling = [number for number, control in enumerate(log, 1) if control.samples]
+    return {"prefill": 2, "first token": sampling[0], "token k": sampling[len(sampling) // 2], "late": sampling[-3]}
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["head", "middle", "last"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_survive_the_loss_of_any_stage(name: str, victim: int):
+    answers, whole = without_loss(name)
+    cases = list(itertools.product(first_steps(name).values(), (victim, 3)))
+    for when, reach in cases if name == "llama" else random.Random(name + str(victim)).sample(cases, 2):
+        pipeline = FragilePipeline(name, [Loss(when, victim, reach)])
+        assert pipeline.run(SESSIONS) == answers, f"lost at step {when} of {len(whole.log)} after {reach} seats"
+        pipeline.assert_free()
+
+
+def test_answers_survive_one_loss_after_the_other():
+    answers, _ = without_loss("llama")
+    rng = random.Random(5)
+    for _ in range(6):
+        # Some fall into the steps that bring sessions back.
+        steps = [1, 2, 3]
+        while len(steps) < 7:
+            steps.append(steps[-1] + rng.choice([1, 2, 3, 9]))
+        losses = [Loss(step, rng.randrange(3), rng.randrange(4)) for step in steps]
+        pipeline = FragilePipeline("llama", losses)
+        assert pipeline.run(SESSIONS) == answers, losses
+        pipeline.assert_free()
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def recomputed(pipeline: FragilePipeline) -> list[int]:
+    return [stage.recomputed_tokens for stage in pipeline.stages]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_only_the_lost_stage_computes_again(victim: int):
+    """A session of 100 tokens: the others replay what they sent on, or do nothing."""
+    long = (wanted(1, [(7 * n) % VOCABULARY for n in range(100)], 6, GREEDY),)
+    answers = FragilePipeline("llama").run(long)
+    pipeline = FragilePipeline("llama", [Loss(16, victim, victim)])
+    assert pipeline.run(long) == answers
+    costs = recomputed(pipeline)
+    assert costs.pop(victim) >= 100
+    assert costs == [0, 0]
+    forgetful = FragilePipeline("llama", [Loss(16, victim, victim)])
+    forgetful.keeps = False
+    assert forgetful.run(long) == answers
+    assert min(recomputed(forgetful)) >= 100
+
+
+def test_a_broken_channel_costs_nothing():
+    answers, _ = without_loss("llama")
+    pipeline = FragilePipeline("llama", [Loss(first_steps("llama")["late"], victim=-1, reach=1)])
+    assert pipeline.run(SESSIONS) == answers
+    assert recomputed(pipeline) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_state_is_read_again_from_the_start(name: str):
+    pipeline = FragilePipeline(name, [Loss(first_steps(name)["late"], 1, 1)])
+    pipeline.run(SESSIONS)
+    assert min(recomputed(pipeline)) == max(recomputed(pipeline)) > 0
+
+
+def test_without_a_log_the_stage_before_computes_again():
+    """The log may take what the reserved contexts leave; here they leave nothing."""
+    answers, _ = without_loss("llama")
+    pipeline = FragilePipeline("llama", [Loss(first_steps("llama")["late"], 2, 2)])
+    for stage in pipeline.stages:
+        stage.sessions._capacity_tokens = 0
+    assert pipeline.run(SESSIONS) == answers
+    assert min(recomputed(pipeline)) == max(recomputed(pipeline)) > 0
+
+
+# --- what is kept, and how long -------------------------------------------------------------------
+
+
+def broken(loss: Loss) -> FragilePipeline:
+    """A pipeline whose sessions have just been lost."""
+    pipeline = FragilePipeline("llama", [loss])
+    pipeline.new_stage = lambda _seat: (_ for _ in ()).throw(InterruptedError)  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        pipeline.run(SESSIONS)
+    for stage in pipeline.stages:
+        stage.keep_sessions()
+    return pipeline
+
+
+def test_kept_sessions_lapse_and_make_room():
+    first = broken(Loss(12, 0, 3)).stages[1]
+    assert first.sessions.kept == CONCURRENCY
+    assert first.caches.size_bytes == 0 < first.sessions.size_bytes
+    assert not first.sessions.lapse(1e9)  # the pipeline is not whole yet
+    first.sessions.count_down(100.0)
+    assert not first.sessions.lapse(100.0 + KEPT_SECONDS - 1)
+    assert first.sessions.lapse(100.0 + KEPT_SECONDS)
+    assert (first.sessions.kept, first.sessions.size_bytes) == (0, 0)
+
+
+def test_a_new_session_takes_the_place_of_a_kept_one():
+    pipeline = broken(Loss(12, 0, 3))
+    pipeline.load = replace(pipeline.load, epoch=2)
+    pipeline.stages[0].take_place(0, 3)
+    strangers = [wanted(10 + n, [n + 1] * 20, 5, GREEDY) for n in range(2)]
+    strangers = [replace(record, epoch=2) for record in strangers]
+    answers = [FragilePipeline("llama").run([replace(record, epoch=1)])[0] for record in strangers]
+    del pipeline.losses[12]
+    assert pipeline.run(strangers) == answers
+    assert pipeline.stages[1].sessions.kept == CONCURRENCY - 2
+
+
+def test_logs_stay_within_what_the_contexts_leave():
+    pipeline = FragilePipeline("llama")
+    sessions = pipeline.stages[0].sessions
+    token_bytes = 2 * 2 * 8 * 4  # keys and values of one layer's two heads of eight; the log takes as much
+    most = 0
+
+    def look(control: StepControl) -> StepControl:
+        nonlocal most
+        most = max(most, sessions.size_bytes)
+        assert sessions.size_bytes <= (CONCURRENCY * CONTEXT - sum(sessions.positions().values())) * token_bytes
+        return control
+
+    pipeline.meddle = look
+    pipeline.run([wanted(number, [number] * (CONTEXT - 20), 10, GREEDY) for number in range(1, 5)])
+    assert most > 100 * token_bytes
+
+
+# --- what is found out ----------------------------------------------------------------------------
+
+
+def test_other_tokens_under_the_same_id_get_no_other_text():
+    """What is kept is believed by its tokens, not by the session's name."""
+    other = wanted(1, [5, 6, 8, 9], 6, GREEDY)
+    expected = FragilePipeline("llama").run([other])
+    pipeline = broken(Loss(12, 0, 3))
+    pipeline.load = replace(pipeline.load, epoch=2)
+    assert pipeline.run([replace(other, epoch=2, resumed=True)]) == expected
+    assert any(control.rows and control.rows[0][1] == 2 for control in pipeline.log[12:])  # two are the same
+
+
+def tampered(change: str) -> FragilePipeline:
+    """The first step of that kind, after a loss, is changed on its way from the head to the next stage."""
+    pipeline = FragilePipeline("llama", [Loss(first_steps("llama")["late"], 1, 1)])
+    done: list[str] = []
+
+    def meddle(control: StepControl) -> StepControl:
+        if done or not (control.parts or control.recalls):
+            return control
+        ((number, position, count),) = control.rows
+        if change == "kept" and control.recalls:
+            control = replace(control, kept=())
+        elif change == "position" and control.parts:
+            control = replace(control, rows=((number, position + 1, count),))
+        elif change == "session" and control.parts:
+            control = replace(control, rows=((number + 1, position, count),))
+        elif change == "parts" and control.parts:
+            control = replace(control, parts=control.parts[:2])
+        elif change == "skip" and control.parts:
+            control = replace(control, parts=("skip", "skip", "skip"))
+        elif change == "cache" and control.parts:
+            control = replace(control, cache=control.cache + 100)
+        else:
+            return control
+        done.append(change)
+        return control
+
+    pipeline.meddle = meddle
+    return pipeline
+
+
+@pytest.mark.parametrize("change", ["kept", "position", "session", "parts", "skip", "cache"])
+def test_a_head_that_says_something_else_is_not_followed(change: str):
+    with pytest.raises(ProtocolError):
+        tampered(change).run(SESSIONS)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "gemma3n"])
+def test_a_wrong_position_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A mutation: one token is cut too much, and the stage does not notice."""
+    real = stepping.cut_entry
+
+    def one_short(entry: Entry, length: int, fresh: Callable[[], Entry]) -> None:
+        real(entry, max(0, length - 1), fresh)
+        entry.length = length
+
+    answers, _ = without_loss(name)
+    monkeypatch.setattr(stepping, "cut_entry", one_short)
+    assert FragilePipeline(name, [Loss(first_steps(name)["token k"], 2, 3)]).run(SESSIONS) != answers
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+def kept_cases() -> list[tuple[list[Kept], int, int]]:
+    rng = random.Random(3)
+    cases: list[tuple[list[Kept], int, int]] = []
+    for _ in range(3000):
+        tokens = rng.randrange(40)
+        stages: list[Kept] = []
+        for _ in range(rng.randrange(1, 6)):
+            position = rng.choice([0, rng.randint(0, tokens), tokens])
+            stages.append(Kept(position, rng.choice([0, position]), rng.random() < 0.6))
+        cases.append((stages, tokens, rng.randrange(1, 12)))
+    return cases
+
+
+def test_a_plan_brings_every_stage_to_one_position_with_what_it_has():
+    """Played through: nobody gets activations that nobody has, nobody cuts what it cannot, chunks are bounded."""
+    for kept, tokens, chunk in kept_cases():
+        plan = plan_return(kept, len(kept), tokens, chunk)
+        held = [stage.position for stage in kept]
+        logs = [stage.position if stage.replays else 0 for stage in kept]
+        for piece in plan.pieces:
+            assert 0 < piece.end - piece.start <= chunk
+            for index, part in enumerate(piece.parts):
+                if part == "compute":
+                    assert held[index] == piece.start or kept[index].lowest <= piece.start or piece.start == 0
+                    assert held[index] >= piece.start
+                    assert index == 0 or piece.parts[index - 1] in ("compute", "replay")
+                    held[index] = piece.end
+                else:
+                    assert held[index] >= piece.end
+                if part == "replay":
+                    assert logs[index] >= piece.end
+                    assert piece.parts[index + 1] == "compute"
+        for index, stage in enumerate(kept):
+            assert held[index] >= plan.position
+            assert held[index] == plan.position or stage.lowest <= plan.position or plan.position == 0
+
+
+def test_a_plan_computes_nothing_that_all_have():
+    assert plan_return([Kept(9, 0, True)] * 3, 3, 9, 4).pieces == ()
+    plan = plan_return([Kept(9, 0, True), Kept(0), Kept(8)], 3, 9, 100)
+    assert [piece.parts for piece in plan.pieces] == [("replay", "compute", "skip"), ("replay", "compute", "compute")]
+
+
+@pytest.mark.parametrize("kept", [[Kept(3)], [Kept(11), Kept(0)], [Kept(3, 4), Kept(0)]])
+def test_stages_that_cannot_have_said_that_are_not_believed(kept: list[Kept]):
+    with pytest.raises(ProtocolError):
+        plan_return(kept, 2, 10, 4)
