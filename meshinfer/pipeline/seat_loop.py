@@ -339,7 +339,7 @@ class SeatLoop:
 
 
 def _tokens_of(control: StepControl) -> int:
-    return sum(count for _, _, count in control.rows)
+    return 0 if control.recalls else sum(count for _, _, count in control.rows)
 
 
 def _record_frame(record: RunnerRecord) -> Frame:
