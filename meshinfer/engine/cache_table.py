@@ -167,9 +167,9 @@ class CacheTable:
         found: dict[int, Entry] = {}
         for entry in entries:
             rows = [row for row, number in enumerate(entry.sessions) if number in positions and number not in found]
-            for single in _take_rows(entry, rows):
+            for single in _take_rows(entry, rows, positions):
                 (number,) = single.sessions
-                if single.length == positions[number] > 0:
+                if single.length == positions[number]:
                     found[number] = single
         return found
 
@@ -303,22 +303,35 @@ def cut_entry(entry: Entry, length: int, fresh: Callable[[], Entry]) -> None:
 
 
 _PLAIN = (caches.KVCache, caches.RotatingKVCache, caches.BatchKVCache, caches.BatchRotatingKVCache)
-"""Keys and values by position. A recurrent state has none: it is good for one position only, and stages that stand
-at different ones could not agree; such sessions are read again from the start."""
+"""Keys and values by position. A recurrent state (`ArraysCache`) has no positions: it is good for the one that its
+session had reached, and cannot be cut."""
+
+
+def _parts(cache: Any) -> Sequence[Any]:
+    return cache.caches if isinstance(cache, caches.CacheList) else (cache,)
 
 
 def _is_plain(cache: Any) -> bool:
-    parts = cache.caches if isinstance(cache, caches.CacheList) else (cache,)
-    return all(type(part) in _PLAIN for part in parts)
+    return all(type(part) in _PLAIN for part in _parts(cache))
 
 
-def _take_rows(entry: Entry, rows: Sequence[int]) -> list[Entry]:
+def _can_be_taken(cache: Any) -> bool:
+    """mlx-lm's own kinds, all filled: of others it is not known what a row of a batch is."""
+    return all(
+        (type(part) in _PLAIN and not part.empty())
+        or (type(part) is caches.ArraysCache and all(array is not None for array in part.cache))
+        for part in _parts(cache)
+    )
+
+
+def _take_rows(entry: Entry, rows: Sequence[int], positions: Mapping[int, int]) -> list[Entry]:
     """Caches of one sequence for some rows of an entry, which is of no use afterwards; [] where that cannot be."""
-    if not rows or not all(_is_plain(own) and not own.empty() for own in entry.distinct):
+    if not rows or not all(_can_be_taken(own) for own in entry.distinct):
         return []
     if not entry.batched:
         return [entry]
-    if entry.prepared and set(entry.prepared) != {entry.prepared_run}:
+    plain = all(_is_plain(own) for own in entry.distinct)
+    if entry.prepared and (set(entry.prepared) != {entry.prepared_run} or not plain):
         return []  # in the middle of what was prepared: where each row's padding stands only mlx-lm knows
     singles = [Entry([], entry.pattern, sessions=[entry.sessions[row]]) for row in rows]
     for place, own in enumerate(entry.distinct):
@@ -330,11 +343,7 @@ def _take_rows(entry: Entry, rows: Sequence[int]) -> list[Entry]:
         for single, cache in zip(singles, taken, strict=True):
             single.distinct.append(cache)
     for single in singles:
-        lengths = {length for cache in single.distinct for length in _lengths(cache)}
-        single.length = lengths.pop() if len(lengths) == 1 else 0
+        position = positions[single.sessions[0]]
+        parts = [part for cache in single.distinct for part in _parts(cache)]
+        single.length = position if all(getattr(part, "offset", position) == position for part in parts) else 0
     return [single for single in singles if single.length]
-
-
-def _lengths(cache: Any) -> list[int]:
-    parts = cache.caches if isinstance(cache, caches.CacheList) else (cache,)
-    return [part.offset for part in parts]

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshinfer.base.errors import ProtocolError
 from meshinfer.base.ids import SessionId
 from meshinfer.engine.cache_table import Entry
 from meshinfer.engine.replay_log import ReplayLog
@@ -94,7 +95,14 @@ class Keeper:
         return self._running.get(number)
 
     def begin(self, started: Sequence[SessionStart]) -> None:
+        """Sessions start, or come back.
+
+        Raises:
+            ProtocolError: one more than may run, or one that runs already.
+        """
         for start in started:
+            if start.number in self._running or len(self._running) >= self._max_sessions:
+                raise ProtocolError(f"{len(self._running)} sessions and {start.number}", expected="a new one that fits")
             before = self._kept.pop(start.session_id, None)
             trace = before if before and start.resumed else Trace(start.session_id)
             trace.computed_before = start.resumed and start.emitted > 0

@@ -68,7 +68,8 @@ class Rows:
     def __init__(self, arrays: Sequence[CarriedArray], outputs: Sequence[mx.array], length: int) -> None:
         self.length = length
         ordered: list[Any] = [
-            mx.transpose(output, _order(carried)) for carried, output in zip(arrays, outputs, strict=True)
+            output if (order := _order(carried)) == sorted(order) else mx.transpose(output, order)
+            for carried, output in zip(arrays, outputs, strict=True)
         ]
         self.token_specs = [ArraySpec(spec_of(array).dtype, tuple(array.shape[2:])) for array in ordered]
         self.data = [to_bytes(array) for array in ordered]

@@ -149,8 +149,7 @@ class Stepper:
         self._follow(control)
         number, trace = self._one_session(control)
         entry, trace.caches = trace.caches, None
-        # Never the last token: it is there to give the next one.
-        good = trace.shared_length(self._ids(tokens)[:-1]) if entry else 0
+        good = trace.shared_length(self._ids(tokens)) if entry else 0
         if entry is None or not (good == entry.length or entry.lowest <= good):
             entry, good = self.caches.fresh(), 0
         cut_entry(entry, good, self.caches.fresh)
@@ -158,13 +157,12 @@ class Stepper:
         self.caches.adopt(control.cache, entry, number)
         return Kept(good, entry.lowest, replays=trace.log is not None)
 
-    def restore(
-        self, control: StepControl, part: Part, tokens: mx.array, carried: Sequence[mx.array] = ()
-    ) -> tuple[mx.array, ...]:
+    def restore(self, control: StepControl, part: Part, tokens: mx.array, carried: Sequence[mx.array] = ()) -> Any:
         """This stage's part in bringing a session back.
 
         Returns:
-            The carried arrays if it computes or replays, and is not the last stage; else nothing.
+            The carried arrays if it computes or replays, and is not the last stage; of that one, logits
+            [1, vocabulary] if the step samples; else nothing.
 
         Raises:
             ProtocolError: it does not have, or does not lack, what the head says.
@@ -181,12 +179,13 @@ class Stepper:
             trace.cut(position)
             cache = entry.full()
             outputs: Any = self.stage(tokens, carried, cache)
-            # As for every chunk of a prompt, nobody looks at logits.
-            mx.eval(() if self.stage.is_last else outputs, self.stage.state_arrays(cache))
+            if self.stage.is_last:
+                outputs = outputs[:, -1, :] if control.samples else ()
+            mx.eval(outputs, self.stage.state_arrays(cache))
             entry.length += count
             self._note(control, tokens, outputs, cache)
             mx.clear_cache()
-            return () if self.stage.is_last else outputs
+            return outputs
         if trace.tokens[position : position + count] != ids:
             raise ProtocolError(
                 f"session {number} has other tokens at {position} to {position + count}", expected="those it has here"
@@ -224,7 +223,7 @@ class Stepper:
             trace = self.sessions.running(number)
             if trace is None:
                 continue
-            if control.parts or (trace.computed_before and not control.samples):
+            if not control.samples and (control.parts or trace.computed_before):
                 self.recomputed_tokens += count
             if position == 0 and self._can_log:
                 trace.log = ReplayLog(self._produced)
@@ -290,7 +289,7 @@ class Stepper:
         if any(count > length for _, _, count in control.rows) or (control.samples and length != 1):
             raise ProtocolError(f"rows {control.rows} in a step of {length} tokens, sampling: {control.samples}")
         alone = control.recalls or control.parts
-        if alone and (control.samples or [count for _, _, count in control.rows] != [length]):
+        if alone and (control.recalls * control.samples or [count for _, _, count in control.rows] != [length]):
             raise ProtocolError(f"rows {control.rows} in a step of {length} tokens", expected="one session, whole")
         view = ids.data.cast("i")
         if min(view) < 0 or max(view) >= self.vocab_size:

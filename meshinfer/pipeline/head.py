@@ -65,6 +65,16 @@ class _Returning:
     """None until the stages have said what they kept."""
     done: int = 0
     """Pieces that have been asked for."""
+    next_token: int | None = None
+    """If the last piece sampled, once it is answered."""
+
+    @property
+    def is_next(self) -> bool:
+        """Something can be done for it now: all that it depends on has been answered."""
+        if self.plan is None:
+            return False
+        sampled = self.done == len(self.plan.pieces) > 0 and self.plan.pieces[-1].samples
+        return not sampled or self.next_token is not None
 
 
 @dataclass(slots=True)
@@ -226,13 +236,14 @@ class Head:
         self._bring_back()
         if self._batcher.count:
             self._batcher.advance()
-            self._batcher.remove(self._finished)
-            for number in self._finished:
-                self._running.pop(number, None)
-            self._ended += self._finished
-            self._finished = []
-        elif self._pending and self._returning and all(r.plan is None for r in self._returning.values()):
+        elif self._pending and self._returning and not self._can_bring_back:
             self._wait_for_answer()
+        self._batcher.remove(self._finished)
+        for number in self._finished:
+            self._returning.pop(number, None)
+            self._running.pop(number, None)
+        self._ended += self._finished
+        self._finished = []
         if not self._running and (self._ended or self._batcher.has_operations):
             # No step will follow that could bring it: the caches must not wait for the next request.
             self._issue(StepControl(), None)
@@ -264,6 +275,8 @@ class Head:
             if max(token.token_id for token in answer.tokens) >= self._vocab_size:
                 raise ProtocolError("a token that is not in the vocabulary", expected=f"below {self._vocab_size}")
             self._tokens = [token.token_id for token in answer.tokens]
+            if control.parts and (returning := self._returning.get(rows[0][0])):
+                returning.next_token = self._tokens[0]
             for token in answer.tokens:
                 if token.finish:
                     self._finished.append(token.session)
@@ -299,22 +312,30 @@ class Head:
 
     def _recalled(self, row: tuple[int, int, int], kept: Sequence[Kept]) -> None:
         number, _, tokens = row
-        plan = plan_return(kept, self._stages, tokens - 1, self._load.prefill_chunk_tokens)
+        plan = plan_return(kept, self._stages, tokens, self._load.prefill_chunk_tokens)
         if returning := self._returning.get(number):
             returning.plan = plan
             log.info("session %d comes back at %d of %d tokens: %s", number, plan.position, tokens, kept)
 
+    @property
+    def _can_bring_back(self) -> bool:
+        return any(returning.is_next for returning in self._returning.values())
+
     def _bring_back(self) -> None:
         """The next piece of the first session that is on its way; or it joins the batch."""
         for number, returning in self._returning.items():
-            if (plan := returning.plan) is None:
+            if (plan := returning.plan) is None or not returning.is_next or number in self._finished:
                 continue
             token_ids = self._running[number].record.token_ids
+            if returning.next_token is not None:
+                token_ids = (*token_ids, returning.next_token)
             if returning.done < len(plan.pieces):
                 piece = plan.pieces[returning.done]
                 returning.done += 1
                 row = (number, piece.start, piece.end - piece.start)
-                control = StepControl(cache=returning.cache.number, rows=(row,), parts=piece.parts)
+                control = StepControl(
+                    cache=returning.cache.number, rows=(row,), samples=piece.samples, parts=piece.parts
+                )
                 self._ask(control, token_ids[piece.start : piece.end])
             else:
                 self._batcher.insert(number, token_ids, returning.cache, plan.position)

@@ -11,13 +11,15 @@ are enough. Seat 1 of three was lost after 900 tokens, in the middle of a step:
     seat 2        skip                              skip
 
 Once every stage stands at the same position, nothing is special any more: the rest of the tokens is a
-prompt like any other, and is read in the batch.
+prompt like any other, and is read in the batch. Some stages may hold the last token too, as seat 0 does here,
+and not be able to cut it off (a window that has wrapped, a recurrent state). Then the stages meet behind it: the
+last piece is that token, and its step samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from meshinfer.base.errors import ProtocolError
@@ -31,6 +33,8 @@ class Piece:
     start: int
     end: int
     parts: tuple[Part, ...]
+    samples: bool = False
+    """Its token is the session's last one: take the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def plan_return(kept: Sequence[Kept], stages: int, tokens: int, chunk_tokens: in
     Args:
         kept: of each stage.
         stages: how many there must be.
-        tokens: that may be in the caches: all of the session's but the last, which gives the next one.
+        tokens: of the session; the last one gives the next, so the last stage computes it in any case.
         chunk_tokens: of one step.
 
     Raises:
@@ -56,16 +60,31 @@ def plan_return(kept: Sequence[Kept], stages: int, tokens: int, chunk_tokens: in
     """
     if len(kept) != stages or any(not stage.lowest <= stage.position <= tokens for stage in kept):
         raise ProtocolError(f"{kept} of a session", expected=f"{stages} stages with positions up to {tokens}")
-    starts = _starts(kept)
+    starts = _starts([_without_last(stage, tokens) for stage in kept[:-1]], _for_logits(kept[-1], tokens))
     position = max(starts)
-    edges = sorted({*starts, *range(min(starts), position, chunk_tokens)})
-    return Return(tuple(Piece(a, b, _parts(starts, a)) for a, b in pairwise(edges)), position)
+    edges = {*starts, *range(min(starts), position, chunk_tokens)}
+    if position == tokens:
+        edges.add(tokens - 1)
+    pieces = (Piece(a, b, _parts(starts, a), samples=b == tokens) for a, b in pairwise(sorted(edges)))
+    return Return(tuple(pieces), position)
 
 
-def _starts(kept: Sequence[Kept]) -> list[int]:
+def _without_last(stage: Kept, tokens: int) -> Kept:
+    """Cut back to where sessions join the batch, if it can be."""
+    return replace(stage, position=min(stage.position, tokens - 1)) if stage.lowest < tokens else stage
+
+
+def _for_logits(last: Kept, tokens: int) -> int:
+    """From where the last stage computes: it must give the logits of the last token."""
+    if last.position < tokens:
+        return last.position
+    return tokens - 1 if last.lowest < tokens else 0
+
+
+def _starts(before: Sequence[Kept], last: int) -> list[int]:
     """From where each stage computes."""
-    starts = [kept[-1].position]
-    for stage in reversed(kept[:-1]):
+    starts = [last]
+    for stage in reversed(before):
         wanted = starts[0]  # the first position whose activations the next stage has to get
         if wanted >= stage.position or stage.replays:
             starts.insert(0, stage.position)

@@ -131,6 +131,7 @@ class SeatLoop:
             self._drop_sessions(f"the instance goes on as epoch {rebound.message.epoch}")
             for channel in (*self._seats.values(), *self._origins.values()):
                 channel.end("its epoch is over")
+            self._stepper.keep_sessions()
             return rebound.message
 
     def _work(self) -> None:
@@ -306,6 +307,7 @@ class SeatLoop:
         self._drop_sessions(self._broken)
         for channel in self._seats.values():
             channel.end("the pipeline is broken")
+        self._stepper.keep_sessions()  # takes some milliseconds: the news goes first
 
     def _drop_sessions(self, why: str) -> None:
         for part in (self._head, self._tail):
@@ -314,7 +316,6 @@ class SeatLoop:
         if self._head is not None:
             # What was on its way never comes back; nothing of the old batch may be looked at again.
             self._head = Head(self._load, self._stepper, self._run_step, self._wait)
-        self._stepper.keep_sessions()
         self._progress.busy_since = None
         self._refreshed_at = 0.0
 

@@ -30,8 +30,11 @@ SESSIONS = (
     wanted(5, list(range(60, 40, -1)), 9, GREEDY),
 )
 """One more than run at once."""
-FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3n", "falcon_h1", "lfm2", "rwkv7")
-RECURRENT = ("falcon_h1", "lfm2", "rwkv7")
+FAMILIES = (
+    "llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3n", "falcon_h1", "lfm2", "rwkv7", "nemotron_h",
+    "qwen3_next",
+)  # fmt: skip
+RECURRENT = ("falcon_h1", "lfm2", "rwkv7", "nemotron_h", "qwen3_next")
 
 
 @cache
@@ -102,11 +105,17 @@ def test_a_broken_channel_costs_nothing():
     assert recomputed(pipeline) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_recurrent_state_is_read_again_from_the_start(name: str):
-    pipeline = FragilePipeline(name, [Loss(first_steps(name)["late"], 1, 1)])
-    pipeline.run(SESSIONS)
-    assert min(recomputed(pipeline)) == max(recomputed(pipeline)) > 0
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "gemma3n", *RECURRENT])
+@pytest.mark.parametrize("reach", [0, 1, 2])
+def test_what_cannot_be_cut_back_is_good_all_the_same(name: str, reach: int):
+    """A window that has wrapped, a recurrent state: stages before the loss are a token ahead of those behind it."""
+    answers, _ = without_loss(name)
+    pipeline = FragilePipeline(name, [Loss(first_steps(name)["late"], reach, reach)])
+    assert pipeline.run(SESSIONS) == answers
+    costs = recomputed(pipeline)
+    # Behind the loss nothing is computed again; before it, where nothing can be replayed, all that was lost.
+    assert costs[reach + 1 :] == [0] * (2 - reach)
+    assert costs[reach] > 0
 
 
 def test_without_a_log_the_stage_before_computes_again():
@@ -244,10 +253,10 @@ def kept_cases() -> list[tuple[list[Kept], int, int]]:
     rng = random.Random(3)
     cases: list[tuple[list[Kept], int, int]] = []
     for _ in range(3000):
-        tokens = rng.randrange(40)
+        tokens = rng.randrange(1, 40)
         stages: list[Kept] = []
         for _ in range(rng.randrange(1, 6)):
-            position = rng.choice([0, rng.randint(0, tokens), tokens])
+            position = rng.choice([0, rng.randint(0, tokens), tokens - 1, tokens])
             stages.append(Kept(position, rng.choice([0, position]), rng.random() < 0.6))
         cases.append((stages, tokens, rng.randrange(1, 12)))
     return cases
@@ -257,6 +266,7 @@ def test_a_plan_brings_every_stage_to_one_position_with_what_it_has():
     """Played through: nobody gets activations that nobody has, nobody cuts what it cannot, chunks are bounded."""
     for kept, tokens, chunk in kept_cases():
         plan = plan_return(kept, len(kept), tokens, chunk)
+        assert plan.position <= tokens
         held = [stage.position for stage in kept]
         logs = [stage.position if stage.replays else 0 for stage in kept]
         for piece in plan.pieces:
@@ -272,6 +282,9 @@ def test_a_plan_brings_every_stage_to_one_position_with_what_it_has():
                 if part == "replay":
                     assert logs[index] >= piece.end
                     assert piece.parts[index + 1] == "compute"
+            assert piece.samples == (piece.end == tokens)
+            assert not piece.samples or (piece.parts[-1] == "compute" and piece.end - piece.start == 1)
+        assert any(piece.samples for piece in plan.pieces) == (plan.position == tokens)
         for index, stage in enumerate(kept):
             assert held[index] >= plan.position
             assert held[index] == plan.position or stage.lowest <= plan.position or plan.position == 0
@@ -279,7 +292,8 @@ def test_a_plan_brings_every_stage_to_one_position_with_what_it_has():
 
 def test_a_plan_computes_nothing_that_all_have():
     assert plan_return([Kept(9, 0, True)] * 3, 3, 9, 4).pieces == ()
-    plan = plan_return([Kept(9, 0, True), Kept(0), Kept(8)], 3, 9, 100)
+    assert plan_return([Kept(8, 8), Kept(9, 0, True), Kept(9, 3)], 3, 9, 4).pieces == ()
+    plan = plan_return([Kept(10, 0, True), Kept(0), Kept(8)], 3, 10, 100)
     assert [piece.parts for piece in plan.pieces] == [("replay", "compute", "skip"), ("replay", "compute", "compute")]
 
 
