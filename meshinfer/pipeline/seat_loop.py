@@ -129,9 +129,9 @@ class SeatLoop:
                 self._work()
         except _Rebound as rebound:
             self._drop_sessions(f"the instance goes on as epoch {rebound.message.epoch}")
+            self._stepper.keep_sessions()  # meanwhile the origins are told
             for channel in (*self._seats.values(), *self._origins.values()):
                 channel.end("its epoch is over")
-            self._stepper.keep_sessions()
             return rebound.message
 
     def _work(self) -> None:

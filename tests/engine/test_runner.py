@@ -216,7 +216,8 @@ def test_a_killed_seat_is_told_at_once(model: Path, victim: int):
             survivor.wait_for(Heartbeat, lambda beat: beat.cache_bytes == 0 and beat.sessions == 0)
     if victim == 1:
         lost: ChannelLost = pipeline.runners[0].wait_for(ChannelLost)
-        assert (lost.role, lost.seat) == ("activations", 1)
+        # By its own channel; or by the last seat's, which has closed its own when it lost the same neighbour.
+        assert (lost.role, lost.seat) in (("activations", 1), ("samples", 2))
         late = origin.open(session([5], 5))
         assert origin.failure(late).code == "peer_lost"
     pipeline.close()
