@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshinfer.base.errors import MeshinferError
-from meshinfer.cli import chat, leave, membership, models, plan, status, unload, up, version
+from meshinfer.cli import chat, leave, membership, models, plan, simulate, status, unload, up, version
 from meshinfer.cli.terminal import err, show_error
 
 
@@ -45,4 +45,5 @@ app.command(rich_help_panel="The mesh")(status.status)
 app.command(rich_help_panel="The mesh")(plan.plan)
 app.command(rich_help_panel="The mesh")(chat.chat)
 app.command(rich_help_panel="The mesh")(unload.unload)
+app.command(rich_help_panel="Other")(simulate.simulate)
 app.command(rich_help_panel="Other")(version.version)

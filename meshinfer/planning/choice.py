@@ -23,8 +23,8 @@ from meshinfer.planning.rows import NEVER, alone
 
 EXACT_NODES = 8
 """The exact search takes some tens of milliseconds up to here, and about four times more with each further node."""
-EXACT_CHUNKED_NODES = 6
-"""The same where prompts have several chunks: it is run for several caps then."""
+EXACT_CHUNKED_WORK = 240
+"""Nodes × blocks, where prompts have several chunks: the exact search is run for a dozen caps then, half a second."""
 EXACT_GROUP_NODES = 5
 """With groups there are six times more holders than nodes."""
 POOL = 40
@@ -36,6 +36,8 @@ MOST_SEARCHES = 12
 """A bound, not a goal: 1 for prompts of one chunk, 4 to 7 for others."""
 EXACT_CAP_FACTOR = 0.9
 """The exact search takes all caps in turn, each lower by so much, as long as one of them may pay."""
+POLISHING_ROUNDS, POLISHING_NODES = 8, 6
+"""Of the best order where the bottleneck counts: the searches under caps do not see that a node more lowers it."""
 CUT_ORDERS, CUT_ORDERS_CAPPED = 12, 4
 """Orders of a search whose cuts are found, without and with a cap; a preview shows no more."""
 
@@ -62,8 +64,15 @@ def quickest(problem: Problem) -> list[Choice]:
     best: dict[int, Choice] = {}
     for pool in pools(problem):
         holders = [problem.holder(index) for index in pool]
-        exact = EXACT_CHUNKED_NODES if problem.terms.further_chunks else EXACT_NODES
-        _search(problem, holders, best, is_exact=len(pool) <= exact)
+        exact = len(pool) <= EXACT_NODES
+        if problem.terms.further_chunks:
+            exact = exact and len(pool) * len(problem.bounds) <= EXACT_CHUNKED_WORK
+        found: dict[int, Choice] = {}
+        _search(problem, holders, found, is_exact=exact)
+        for members, choice in found.items():
+            rival = best.get(members)
+            if rival is None or choice.key < rival.key:
+                best[members] = choice
     return sorted(best.values(), key=lambda choice: choice.key)
 
 
@@ -101,22 +110,28 @@ def _search(
     hop, transfer, back = (_table(holders, each) for each in (problem.hop, problem.transfer, problem.back))
     cut: set[tuple[int, ...]] = set()
 
+    def is_candidate(order: tuple[int, ...]) -> bool:
+        members = sum(holders[index].members for index in order)
+        return not problem.required & ~members and (not groups or min(order) < groups)
+
     def keep(order: tuple[int, ...]) -> None:
-        if order in cut:
+        if order in cut or not is_candidate(order):
             return
         cut.add(order)
         pairs = list(pairwise(order))
         way = sum(hop(*pair) for pair in pairs) + (back(order[-1], order[0]) if pairs else 0)
         slowest = max((transfer(*pair) for pair in pairs), default=0) if k else 0
         stages = [holders[index] for index in order]
-        cuts = quickest_cuts(stages, way, slowest, k)
+        cuts = quickest_cuts(stages, way, slowest, k, rival=least())
         if cuts is not None:
             choice = Choice(tuple(stages), cuts)
             rival = best.get(choice.members)
             if rival is None or choice.key < rival.key:
                 best[choice.members] = choice
 
-    def search(cap: int | None, starts: Sequence[tuple[int, ...]], to_beat: int | None = None) -> list[tuple[int, ...]]:
+    def search(
+        cap: int | None, starts: Sequence[tuple[int, ...]], to_beat: Callable[[], int] | None = None
+    ) -> list[tuple[int, ...]]:
         """Orders under a cap on chunk times: by moves, or exactly those below `to_beat`."""
         orders = Orders(
             holders if cap is None else [holder.capped(cap) for holder in holders],
@@ -125,12 +140,13 @@ def _search(
             required=problem.required,
             least_stages=least_stages,
             one_of=frozenset(range(groups)),
-            to_beat=NEVER if to_beat is None else to_beat,
+            to_beat=to_beat or (lambda: NEVER),
+            found=keep if to_beat else None,
         )
-        if to_beat is None:
-            orders.by_moves(starts)
-        else:
+        if to_beat is not None:
             orders.exactly()
+            return []
+        orders.by_moves(starts)
         found = [order.holders for order in orders.found[: CUT_ORDERS if cap is None else CUT_ORDERS_CAPPED]]
         for order in found:
             keep(order)
@@ -139,24 +155,48 @@ def _search(
     def least() -> int:
         return min((choice.cuts.cost for choice in best.values()), default=NEVER)
 
+    index_of = {holder: index for index, holder in enumerate(holders)}
+
+    def polish() -> None:
+        """Moves of the best order by its true J: to leave a stage out, to put another beside it."""
+        by_rate = sorted(range(len(holders)), key=lambda index: (holders[index].run[-1], index))
+        for _ in range(POLISHING_ROUNDS):
+            before, choice = least(), min(best.values(), key=lambda each: each.key)
+            order = tuple(index_of[stage] for stage in choice.stages)
+            for place in range(len(order)):
+                if len(order) > max(1, least_stages):
+                    keep((*order[:place], *order[place + 1 :]))
+            others = [index for index in by_rate if not holders[index].members & choice.members]
+            for index in others[:POLISHING_NODES]:
+                ways = [(*order[:place], index, *order[place:]) for place in range(len(order) + 1)]
+                keep(min(ways, key=lambda way: (sum(map(hop, way[:-1], way[1:])) + back(way[-1], way[0]), way)))
+            if least() >= before:
+                return
+
     starts = search(None, ())
-    searches, factors = 1, list(CAPS)
+    # What this build cannot run is not worth as many searches.
+    caps = CAPS[:1] if groups else CAPS
+    searches, factors = 1, list(caps)
     while k and best and factors and searches < MOST_SEARCHES:
         before, bottleneck = least(), min(best.values(), key=lambda choice: choice.key).cuts.bottleneck
         starts = search(int(bottleneck * factors.pop(0)), starts) or starts
         searches += 1
         if least() < before - before // 1000:
-            factors = list(CAPS)
+            factors = list(caps)
+    if k and best:
+        polish()
     if not is_exact:
         return
-    search(None, (), least())
-    cap = max(holder.chunk_cost(0, len(holder.run) - 1) for holder in holders) if k else 0
+    if not k:
+        search(None, (), least)
+        return
+    cap = max(holder.chunk_cost(0, len(holder.run) - 1) for holder in holders)
     smallest = min(holder.chunk_once for holder in holders) + 1
     while cap > smallest:
         # What has its bottleneck below the next cap is found there; all else pays for a larger one.
         following = int(cap * EXACT_CAP_FACTOR)
         if least() > k * following:
-            search(cap, (), least() - k * following)
+            search(cap, (), lambda following=following: least() - k * following)
         cap = following
 
 

@@ -39,9 +39,9 @@ _EXHAUSTIVE_RING = 6
 """Ranks of a tensor group up to which every order of its ring is tried: 120 of them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Holder:
-    """One of them."""
+    """One of them; equal to itself only."""
 
     nodes: tuple[int, ...]
     """Indices of its nodes; a group's in the order of its ring."""

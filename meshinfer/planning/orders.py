@@ -56,7 +56,8 @@ class Orders:
         required: nodes (bit set) that every pipeline must have.
         least_stages: with fewer it is no candidate.
         one_of: of these holders every candidate has at least one; empty: no such wish.
-        to_beat: a cost that is known already; the exact search leaves out what is above it.
+        to_beat: for the exact search: what is dearer than this is left out. It may fall while the search runs.
+        found: for the exact search: told of each order that is cheaper, at once.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class Orders:
         required: int = 0,
         least_stages: int = 1,
         one_of: frozenset[int] = frozenset(),
-        to_beat: int = NEVER,
+        to_beat: Callable[[], int] = lambda: NEVER,
+        found: Callable[[tuple[int, ...]], None] | None = None,
     ) -> None:
         self._holders = holders
         self._hop = hop
@@ -77,6 +79,7 @@ class Orders:
         self._least_stages = least_stages
         self._one_of = one_of
         self._to_beat = to_beat
+        self._tell = found
         self._last = len(holders[0].run) - 1 if holders else 0
         self._rooms = [max(end - start for start, end in enumerate(h.latest)) for h in holders]
         """The most blocks that each could hold anywhere."""
@@ -246,7 +249,10 @@ class Orders:
                         longer = (*order, index)
                         hop_row = [cost + hop if cost < NEVER else NEVER for cost in open_row]
                         closed = joined(hop_row, ends[index]) + self._back(index, first)
-                        self._offer(longer, min(NEVER, closed))
+                        if closed < limit:
+                            self._offer(longer, closed)
+                            if self._tell is not None and self._is_candidate(longer):
+                                self._tell(longer)
                         grown = grow(hop_row, holder)
                         key = (members | holder.members, first, index)
                         floor = floors.get(key)
@@ -259,8 +265,9 @@ class Orders:
 
     def _limit(self) -> int:
         """What must be beaten."""
-        best = min((order.cost for order in self._found.values()), default=NEVER)
-        best = min(best, self._to_beat)
+        best = self._to_beat()
+        if self._tell is None:
+            best = min(best, min((order.cost for order in self._found.values()), default=NEVER))
         return best - best // WORTH_IT
 
     def _least_rest(self, members: int, least_once: int, least_back: int) -> Row:

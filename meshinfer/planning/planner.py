@@ -22,7 +22,7 @@ lease recomputes its seat's need with the same `seat_memory`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -43,6 +43,7 @@ from meshinfer.planning.prediction import HopAt, Prediction, StageAt, predict
 from meshinfer.planning.problem import Problem, holds, memory_in_turn, slowest_link
 from meshinfer.planning.quickest import quickest_cuts, with_headroom
 from meshinfer.planning.search import cycles
+from meshinfer.planning.terms import Terms, way
 from meshinfer.planning.work import model_work
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.topology.card import NodeCard
@@ -99,9 +100,11 @@ def plan(
         return Preview((), tuple(refusals))
     problem = Problem(topology, card, workload, constraints, nodes, prefill_chunk_tokens)
     tight = [_too_small_alone(problem, node) for node in _too_small(problem)[:MAX_REFUSALS_PER_NODE]]
-    # The neighbourhoods of a large mesh may lack what the whole of it has, if only just.
-    chosen = [] if workload.objective == "fit" else _quickest(problem)
-    chosen = chosen or _fitting(problem)
+    # To fit, where the operator has set the layers, is no more than that.
+    chosen = [] if workload.objective == "fit" and not constraints.layers else _quickest(problem)
+    if not chosen and not constraints.layers:
+        # The neighbourhoods of a large mesh may lack what the whole of it has, if only just.
+        chosen = _fitting(problem)
     if not chosen:
         if len(problem.bounds) == 2:
             why = explain.cannot_be_cut(topology, card, [seat for each in tight for seat in each.memory])
@@ -210,25 +213,19 @@ def predict_placement(
                 work=works[any(node.computes_float32 for node in nodes)],
             )
         )
-    ways = zip(stages, (*stages[1:], stages[0]), strict=True) if len(stages) > 1 else ()
-    hops = [_way(topology, before, after) for before, after in ways]
+    terms = Terms.of(workload, prefill_chunk_tokens)
+
+    def there(before: StageAt) -> Callable[[NodeId, NodeId], int]:
+        return lambda a, b: terms.hop(link_rates(topology, a, b).speed, before.work)
+
+    def back(source: NodeId, target: NodeId) -> int:
+        return terms.back(link_rates(topology, source, target).speed)
+
+    ways = [way(before.nodes, after.nodes, there(before)) for before, after in pairwise(stages)]
+    if ways:
+        ways.append(way(stages[-1].nodes, stages[0].nodes, back))
+    hops = [HopAt(source, target, link_rates(topology, source, target)) for source, target in ways]
     return predict(stages, hops, workload, prefill_chunk_tokens)
-
-
-def _way(topology: Topology, before: StageAt, after: StageAt) -> HopAt:
-    """The link that counts between two stages: of the rank that is reached last, the quickest to it."""
-    best: list[tuple[float, NodeId, NodeId]] = []
-    for target in after.nodes:
-        seconds = {
-            source: (speed := link_rates(topology, source, target).speed).latency_seconds
-            + speed.message_seconds
-            + before.work.activation_bytes_per_token / speed.bandwidth_bytes_per_second
-            for source in before.nodes
-        }
-        source = min(seconds, key=lambda node: (seconds[node], node))
-        best.append((seconds[source], source, target))
-    _, source, target = max(best)
-    return HopAt(source, target, link_rates(topology, source, target))
 
 
 # --- who may take part --------------------------------------------------------------------------
@@ -425,11 +422,11 @@ def _declined(problem: Problem, choice: Plan) -> tuple[Declined, ...]:
         best: Choice | None = None
         ways = [(*order[:place], problem.holder(index), *order[place:]) for place in range(len(order) + 1)]
         ranked = sorted((_hops(problem, stages), place) for place, stages in enumerate(ways))
-        for way, place in ranked[:PLACES_TRIED]:
+        for hops, place in ranked[:PLACES_TRIED]:
             slowest = (
                 max(problem.transfer(*pair) for pair in pairwise(ways[place])) if problem.terms.further_chunks else 0
             )
-            cuts = quickest_cuts(ways[place], way, slowest, problem.terms.further_chunks)
+            cuts = quickest_cuts(ways[place], hops, slowest, problem.terms.further_chunks, rival=0)
             if cuts is not None and (best is None or cuts.cost < best.cuts.cost):
                 best = Choice(ways[place], cuts)
         if best is not None:

@@ -17,6 +17,7 @@ from meshinfer.planning.memory import Room, seat_memory
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.partition import boundaries
 from meshinfer.planning.plan import SeatMemory
+from meshinfer.planning.terms import way
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology, quantise
@@ -62,8 +63,7 @@ class Problem:
         self._candidates: dict[int, Candidate] = {}
         self._holders: dict[int, Holder] = {}
         self._links: dict[tuple[int, int], LinkRates] = {}
-        self._hops: dict[tuple[int, int], int] = {}
-        self._transfers: dict[tuple[int, int], int] = {}
+        self._hops: dict[tuple[int, int, bool], int] = {}
 
     @property
     def required(self) -> int:
@@ -122,34 +122,37 @@ class Problem:
         return self._links[key]
 
     def hop(self, before: Holder, after: Holder) -> int:
-        """J of the activations between two stages.
-
-        All ranks of a group have the activation; each rank of the next one gets it from the nearest of them, and the
-        last to get it counts.
-        """
-        return max(min(self._hop(a, b) for a in before.nodes) for b in after.nodes)
+        """J of the activations between two stages."""
+        if len(before.nodes) == len(after.nodes) == 1:
+            return self._hop(before.nodes[0], after.nodes[0], self._is_wide(before))
+        return self._hop(*self._way(before, after), self._is_wide(before))
 
     def transfer(self, before: Holder, after: Holder) -> int:
         """How long a prefill chunk keeps the link busy."""
-        return max(self._transfer(min(before.nodes, key=lambda a, b=b: (self._hop(a, b), a)), b) for b in after.nodes)
+        work = self.maker.work(self._is_wide(before))
+        return self.terms.transfer(self.link(*self._way(before, after)).speed, work)
 
     def back(self, last: Holder, first: Holder) -> int:
         """J of the tokens' way to the head."""
-        return max(min(self.terms.back(self.link(a, b).speed) for a in last.nodes) for b in first.nodes)
 
-    def _hop(self, source: int, target: int) -> int:
-        key = source, target
+        def price(source: int, target: int) -> int:
+            return self.terms.back(self.link(source, target).speed)
+
+        return price(*way(last.nodes, first.nodes, price))
+
+    def _way(self, before: Holder, after: Holder) -> tuple[int, int]:
+        wide = self._is_wide(before)
+        return way(before.nodes, after.nodes, lambda source, target: self._hop(source, target, wide))
+
+    def _hop(self, source: int, target: int, wide: bool) -> int:
+        key = source, target, wide
         if key not in self._hops:
-            work = self.maker.work(self.nodes[source].computes_float32)
-            self._hops[key] = self.terms.hop(self.link(source, target).speed, work)
+            self._hops[key] = self.terms.hop(self.link(source, target).speed, self.maker.work(wide))
         return self._hops[key]
 
-    def _transfer(self, source: int, target: int) -> int:
-        key = source, target
-        if key not in self._transfers:
-            work = self.maker.work(self.nodes[source].computes_float32)
-            self._transfers[key] = self.terms.transfer(self.link(source, target).speed, work)
-        return self._transfers[key]
+    def _is_wide(self, stage: Holder) -> bool:
+        """Whether its activations are float32: those of its widest rank."""
+        return any(self.nodes[index].computes_float32 for index in stage.nodes)
 
     # --- placements -----------------------------------------------------------------------------
 

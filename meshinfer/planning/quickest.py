@@ -18,6 +18,10 @@ from meshinfer.planning.rows import NEVER, Row, alone, first_row, grow, joined, 
 
 COARSE, FINE = 16, 100
 """Each cap is lower than the last bottleneck by a part in so many, or by one block if that is more."""
+NEAR = 32
+"""A coarse step misses less than this part of J."""
+FEW_BLOCKS = 32
+"""Up to so many, a block is a large part of a stage and J has many valleys: every bottleneck that there is is tried."""
 SHARE_STEPS = 64
 """Headroom is told apart in so many steps of the free memory."""
 
@@ -34,7 +38,9 @@ class Cuts:
     """Slowest stage or transfer of a prefill chunk."""
 
 
-def quickest_cuts(holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int) -> Cuts | None:
+def quickest_cuts(
+    holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int, *, rival: int = NEVER
+) -> Cuts | None:
     """Of least J; None if none fit.
 
     Args:
@@ -42,6 +48,7 @@ def quickest_cuts(holders: Sequence[Holder], hops: int, slowest_transfer: int, f
         hops: J of all hops, the way back among them.
         slowest_transfer: of a chunk, over the links between them.
         further_chunks: how often the bottleneck counts.
+        rival: what must be beaten: if the coarse steps come nowhere near it, the fine ones are not taken.
     """
     free = _under(None, holders, hops, slowest_transfer, further_chunks)
     if free is None or not further_chunks or free.bottleneck <= slowest_transfer:
@@ -49,7 +56,10 @@ def quickest_cuts(holders: Sequence[Holder], hops: int, slowest_transfer: int, f
     least = max(slowest_transfer, _least_bottleneck(holders))
     best = free
     loose = free.bottleneck
-    for part in (COARSE, FINE):
+    few = len(holders[0].run) - 1 <= FEW_BLOCKS
+    for part in (NEVER,) if few else (COARSE, FINE):
+        if part == FINE and best.cost > rival + rival // NEAR:
+            break
         found: Cuts | None = free
         cap = loose
         # The fine steps go from one coarse step above the best to one below it.

@@ -15,8 +15,11 @@ Integers, so that sums do not depend on their order; a test holds J against `cos
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from meshinfer.base.ids import NodeId
 from meshinfer.planning.cost import TOKEN_BYTES, ModelWork, chunks_of, hop_seconds
 from meshinfer.planning.workload import Workload
 from meshinfer.topology.speed import LinkSpeed
@@ -67,3 +70,17 @@ class Terms:
     def transfer(self, link: LinkSpeed, work: ModelWork) -> int:
         """How long a chunk keeps `link` busy."""
         return picoseconds(self.chunk_tokens * work.activation_bytes_per_token / link.bandwidth_bytes_per_second)
+
+
+Node = TypeVar("Node", int, NodeId)
+
+
+def way(sources: Sequence[Node], targets: Sequence[Node], price: Callable[[Node, Node], int]) -> tuple[Node, Node]:
+    """The link that counts between two stages.
+
+    All ranks of a tensor group have the activation, so each rank of the next stage gets it from the nearest of them;
+    the last to get it counts.
+    """
+    nearest = [min((price(source, target), source, target) for source in sources) for target in targets]
+    _, source, target = max(nearest)
+    return source, target
