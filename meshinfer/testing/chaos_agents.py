@@ -217,9 +217,14 @@ class AgentRoom:
     def place(self, nodes: list[NodeId]) -> None:
         """Free what is placed, then an instance with a seat on each of `nodes`, ready everywhere."""
         through = self.live()[0]
-        for instance in get(through, "/instance")["instances"]:
-            httpx.delete(f"{through.url}/instance/{instance['instance_id']}", timeout=30)
-        wait_for("nothing is placed", 30, lambda: all(not get(a, "/instance")["instances"] for a in self.live()))
+
+        def is_free() -> bool:
+            # Again and again: a repair that is under way may bring one back.
+            for instance in get(through, "/instance")["instances"]:
+                httpx.delete(f"{through.url}/instance/{instance['instance_id']}", timeout=30)
+            return all(not get(agent, "/instance")["instances"] for agent in self.live())
+
+        wait_for("nothing is placed", SETTLE_SECONDS, is_free)
         query = {"model_id": MODEL, "context": CONTEXT_TOKENS, "concurrency": CONCURRENCY}
         previews = get(through, "/instance/previews", **query)["previews"]
         if previews[0]["error"]:

@@ -294,9 +294,11 @@ class SimTransport:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 task_status.started()
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    self._nursery = None  # before it closes: what others still send then goes nowhere
         finally:
-            self._nursery = None
             self.network.detach(self)
 
     async def dial(self, address: str, expected: NodeId | None, timeout_seconds: float) -> NodeId:
