@@ -512,8 +512,10 @@ def _answers(placement: Placement, ask: Place) -> bool:
         return placement == ask.placement
     nodes = set(placement.node_ids)
     allowed = nodes.isdisjoint(ask.constraints.exclude) and nodes <= set(ask.constraints.nodes or nodes)
+    held = {node: sum(seat.layers for seat in placement.seats if seat.node_id == node) for node in nodes}
+    has_layers = all(held.get(node) == count for node, count in ask.constraints.layers)
     has_context = placement.context_tokens >= ask.workload.context_tokens
-    return allowed and has_context and placement.concurrency >= ask.workload.concurrency
+    return allowed and has_layers and has_context and placement.concurrency >= ask.workload.concurrency
 
 
 def _with_memory_of(topology: Topology, old: Instance | None) -> Topology:
