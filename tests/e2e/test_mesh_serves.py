@@ -52,7 +52,7 @@ def test_split_answers_equal_the_whole_one_through_every_node(
             assert ask(mesh.url(name), question) == whole_answers[question]
         assert "Paris" in whole_answers[FRANCE]
         if stages == 3:
-            _middle_runner_holds_its_layers_only(mesh, placed)
+            _middle_runner_holds_its_layers_only(placed)
     finally:
         mesh.delete_all("gamma")
     # Deleted is freed: no runner is left, all memory is free again, on every node and in every view.
@@ -62,8 +62,8 @@ def test_split_answers_equal_the_whole_one_through_every_node(
         assert all(node["memory_free_bytes"] == node["memory_bytes"] for node in nodes)
 
 
-def _middle_runner_holds_its_layers_only(mesh: Room, placed: dict[str, Any]) -> None:
-    """Counted by the engine, and by the kernel against the other runners (which hold the embedding, 29 MiB, too)."""
+def _middle_runner_holds_its_layers_only(placed: dict[str, Any]) -> None:
+    """As the engine counts it; the kernel's count has spare buffers in it (tests/engine holds a seat alone to it)."""
     seats = placed["seats"]
     by_index = sorted(seats, key=lambda seat: seat["start"])
     middle, model_bytes = by_index[1], 111 * 1024**2
@@ -71,10 +71,6 @@ def _middle_runner_holds_its_layers_only(mesh: Room, placed: dict[str, Any]) -> 
     assert (
         middle["resident_bytes"] < model_bytes * (layers / 30) * 1.1 + 12 * 1024**2
     )  # its share, and a cache for 512 tokens
-    names = mesh.names_by_id()
-    rss = [mesh.runners(names[seat["node_id"]])[0]["resident_bytes"] for seat in by_index]
-    assert rss[1] < rss[0]
-    assert rss[1] < rss[2]
 
 
 def test_two_nodes_asked_at_the_same_moment_end_with_one_instance(mesh: Room, whole_answers: dict[str, str]) -> None:
@@ -85,7 +81,7 @@ def test_two_nodes_asked_at_the_same_moment_end_with_one_instance(mesh: Room, wh
     assert {tuple(i["instance_id"] for i in instances(mesh.url(name))) for name in NAMES} == {
         (instances(mesh.url("alpha"))[0]["instance_id"],)
     }
-    assert sum(len(mesh.runners(name)) for name in NAMES) == 2
+    assert sum(len(mesh.runners(name)) for name in NAMES) == len(instances(mesh.url("alpha"))[0]["seats"])
 
 
 def test_a_stream_through_a_node_that_holds_no_head(mesh: Room, whole_answers: dict[str, str]) -> None:
