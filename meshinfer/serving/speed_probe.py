@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any
 import trio
 
 from meshinfer.base.errors import MeshinferError
+from meshinfer.base.files import write_atomically
 from meshinfer.base.ids import ModelId, PlacementId
 from meshinfer.models.store import ModelStore
 from meshinfer.planning.model_card import ModelCard
@@ -192,10 +192,8 @@ class SpeedProbe:
         return SpeedBook.from_bytes(data, fingerprint)
 
     def _write(self, data: bytes) -> None:
-        partial = self._path.with_suffix(f".{os.getpid()}")
         try:
-            partial.write_bytes(data)
-            partial.replace(self._path)
+            write_atomically(self._path, data)
         except OSError as error:
             log.warning("cannot write %s (%s); the next start will measure again", self._path, error)
 
