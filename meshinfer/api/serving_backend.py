@@ -77,7 +77,7 @@ class ServingBackend:
         return await self._text_directory(model_id)
 
     async def previews(self, model_id: ModelId, workload: Workload, constraints: Constraints) -> Preview:
-        return await self._serving.placer.preview(model_id, workload, constraints)
+        return await self._serving.planner.preview(model_id, workload, constraints)
 
     async def place(self, place: Place) -> Instance:
         placed = await self._serving.placer.place(place)

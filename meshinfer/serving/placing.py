@@ -1,106 +1,58 @@
-"""From a model id to a ready instance, without a leader.
+"""From a model id to a ready instance, without a leader: what any node does that wants one.
 
 The origin looks at the derived instances first. If none is ready or on its way, it asks the nodes
 in the order that rendezvous hashing gives for the model, so that all origins that want one model
 at once meet at one planner; a planner that does not answer by its deadline is passed over, the
-origin itself comes last. The planner plans (a pure function), leases every seat, commits, and says
-what it placed; a refusal or a timeout releases all, and the next candidate is tried.
+origin itself comes last. What the planner then does is `elected_planner`'s.
 
-    origin ── place ──▶ planner ── lease ──▶ every seat (each decides by its own memory)
-                                ◀─ granted ─
-                                ── commit ─▶ every seat: loads, links, announces `ready`
+    origin ── place ──▶ planner (leases and commits every seat)
            ◀─ placed ──
     origin waits until its own view derives `ready`
+
+Nobody has to ask for a repair: whoever is elected for the model of a broken instance wants it whole. And a node
+that leaves wants its seats to be others' before it goes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Callable
 
 import trio
 
 from meshinfer.base.errors import ERRORS_BY_CODE, DeadlineExceeded, MeshinferError, NoRoom, PeerLost, UnknownInstance
-from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
-from meshinfer.planning.model_card import ModelCard
-from meshinfer.planning.plan import Plan, Preview, Refusal
-from meshinfer.planning.planner import plan, validate_placement
-from meshinfer.planning.repair import repairs
+from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.serving.elected_planner import ANNOUNCE_SECONDS, LASTING_ERRORS, ElectedPlanner
 from meshinfer.serving.election import elect
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Waiting
-from meshinfer.serving.seat_service import SeatService
 from meshinfer.serving.view import Instance
-from meshinfer.topology.card import NodeCard
-from meshinfer.topology.graph import Topology
-from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import decode, encode
-from meshinfer.wire.messages import (
-    COMMIT,
-    LEASE,
-    PLACE,
-    RELEASE,
-    Done,
-    Lease,
-    LeaseAnswer,
-    Place,
-    Placed,
-    SeatRef,
-)
-
-A = TypeVar("A", LeaseAnswer, Done)
+from meshinfer.wire.messages import PLACE, Place, Placed, SeatRef
 
 log = logging.getLogger(__name__)
 
-WARM_STATES = frozenset({"cut", "linking", "ready"})
-"""Of a seat whose layers are in memory."""
 PLACE_TIMEOUT_SECONDS = 10.0
 """For a planner's answer: a model card asked of a peer, and a few candidates' leases, each bounded by the call
 timeout. A planner that dies meanwhile is noticed as a lost peer, sooner."""
 LOOK_SECONDS = 0.1
 """How often a planner that works on an answer is looked at."""
-EPOCH_TRIES = 3
-"""A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 PLACING_TRIES = 3
 """How often one request asks for its model to be placed before its last failure is the answer."""
-LASTING_ERRORS = frozenset({"corrupt_model", "bad_input"})
-"""Trying again on the same node changes nothing."""
-FAILURES_BEFORE_ELSEWHERE = 2
-"""A runner that crashed once is made again where it was, since its files are there; after the second time it goes
-elsewhere if it can."""
-FAILURES_SECONDS = 120.0
-"""How long a failure counts. A seat that has served for so long starts with a clean record."""
 REPAIR_SECONDS = 10.0
 """Between two repairs of one instance that no request asked for: a node that comes and goes does not make it flap."""
 HAND_OVER_SECONDS = 20.0
 """For the seats of a node that leaves to be loaded elsewhere. Longer, and the person at the keyboard pulls the plug."""
-ANNOUNCE_SECONDS = 5.0
-"""How long a placement may take to show in the view (gossip on change takes milliseconds)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _JustPlaced:
-    placed: Placed
-    until: float
 
 
 class Placer:
-    """Both roles: the origin that wants an instance, and the planner that was elected to place it."""
+    """Instances wanted by this node: for its requests, for whoever deletes them, and for their own sake."""
 
-    def __init__(self, ports: Ports, seats: SeatService) -> None:
+    def __init__(self, ports: Ports, planner: ElectedPlanner) -> None:
         self._ports = ports
-        self._seats = seats
-        self._planning: dict[ModelId, trio.Lock] = {}
-        """One placing at a time for each model; the locks of idle models are dropped."""
-        self._just_placed: dict[InstanceId, _JustPlaced] = {}
-        """What was placed here and may not be in the view yet."""
-        self._failures: dict[tuple[InstanceId, NodeId], dict[int, float]] = {}
-        """Of runners, as this planner saw them of late: the epochs in which a node's seat failed, and when."""
-        ports.transport.serve(PLACE, self._on_place)
+        self._planner = planner
 
     async def run(self) -> None:
         """Repair what broke, also when nobody asks for it: the planner that is elected for the model sees to it."""
@@ -124,23 +76,14 @@ class Placer:
         placement = instance.placement
         workload = Workload(placement.context_tokens, placement.concurrency)
         try:
-            await self.place_here(Place(placement.model_id, workload, Constraints()))
+            await self._planner.place(Place(placement.model_id, workload, Constraints()))
         except MeshinferError as error:
             log.warning("instance %s (%s) is not repaired: %s", instance.instance_id, placement.model_id, error)
 
     async def hand_over(self, instance: Instance) -> bool:
         """This node is about to leave: give its seats of `instance` to others. False if nobody can take them."""
-        me = self._ports.node_id
-        info = await self._ports.model_cards.get(instance.placement.model_id)
-        topology = _with_memory_of(self._ports.topology(), instance)
-        others = Topology.of((node for node in topology.nodes if node.node_id != me), topology.links)
-        mine = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id == me]
-        chunk = self._ports.settings.prefill_chunk_tokens
-        plans = repairs(instance.placement, mine, others, info.card, prefill_chunk_tokens=chunk)
-        workload = Workload(instance.placement.context_tokens, instance.placement.concurrency)
-        plans += self._plan(others, info.card, workload, Constraints()).plans
         try:
-            placed = await self._make(instance.instance_id, instance.epoch + 1, plans, [])
+            placed = await self._planner.give_away(instance, leaving=self._ports.node_id)
         except NoRoom as error:
             log.warning("nobody can take over instance %s: %s", instance.instance_id, error)
             return False
@@ -153,8 +96,6 @@ class Placer:
                         return now.state == "ready"
                 await watch.changed()
         return False
-
-    # --- the origin's side ----------------------------------------------------------------------
 
     async def ready_instance(
         self, model_id: ModelId, workload: Workload, waiting: Callable[[Waiting], None]
@@ -171,7 +112,7 @@ class Placer:
         watch = self._ports.watch()
         for _ in range(PLACING_TRIES):
             instance = self._instance_of(model_id)
-            if instance is None or not self._is_usable(instance):
+            if instance is None or not self._ports.is_usable(instance):
                 waiting(Waiting("planning", 0.0))
                 placed = await self.place(Place(model_id, workload, Constraints()))
                 instance = await self.appears(placed)
@@ -181,7 +122,7 @@ class Placer:
                 waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
                 await watch.changed()
                 now = self._instance_of(model_id)
-                if now is None or not self._is_usable(now):
+                if now is None or not self._ports.is_usable(now):
                     failure, now = _failure_of(now or instance), None
                 instance = now
             if instance is not None and instance.state == "ready":
@@ -198,7 +139,7 @@ class Placer:
                     return decode(Placed, await self._call_planner(planner, encode(ask)))
                 except (PeerLost, DeadlineExceeded) as error:
                     log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
-        return await self.place_here(ask)
+        return await self._planner.place(ask)
 
     async def _call_planner(self, planner: NodeId, ask: bytes) -> bytes:
         """Its answer; PeerLost as soon as it falls silent, which is long before the call's own deadline."""
@@ -245,256 +186,17 @@ class Placer:
                 expected=f"one of {[i.instance_id for i in self._ports.instances()] or 'none: nothing is placed'}",
             )
         instance = found[0]
-        self._just_placed.pop(instance_id, None)
         ref = SeatRef(instance_id, instance.epoch, instance.placement.placement_id, "deleted")
-        freed: dict[NodeId, int] = {}
-        unconfirmed: list[NodeId] = []
-
-        async def release(node: NodeId) -> None:
-            try:
-                freed[node] = (await self._call_seat(node, RELEASE, ref, Done)).freed_bytes
-            except MeshinferError as error:
-                log.warning("node %s did not confirm the release of %s: %s", node, instance_id, error)
-                unconfirmed.append(node)
-
-        async with trio.open_nursery() as nursery:
-            for node in instance.placement.node_ids:
-                nursery.start_soon(release, node)
-        return freed, tuple(sorted(unconfirmed))
-
-    # --- the planner's side ---------------------------------------------------------------------
-
-    async def preview(self, model_id: ModelId, workload: Workload, constraints: Constraints) -> Preview:
-        """What could be placed now, and what could not and why."""
-        info = await self._ports.model_cards.get(model_id)
-        return self._plan(self._ports.topology(), info.card, workload, constraints)
-
-    async def place_here(self, ask: Place) -> Placed:
-        """Place it as the planner.
-
-        Raises:
-            UnknownModel, BadInput, NoRoom: it cannot be, with the numbers.
-        """
-        lock = self._planning.setdefault(ask.model_id, trio.Lock())
-        try:
-            async with lock:
-                return await self._place_alone(ask)
-        finally:
-            if not lock.locked():
-                self._planning.pop(ask.model_id, None)
-
-    async def _place_alone(self, ask: Place) -> Placed:
-        existing = self._existing(ask)
-        if existing is not None:
-            return existing
-        info = await self._ports.model_cards.get(ask.model_id)
-        instance_id, old = self._free_instance_id(ask.model_id)
-        plans, refusals = self._plans(ask, info.card, old)
-        if not plans:
-            raise NoRoom(
-                refusals[0].explanation if refusals else f"no live node can hold {ask.model_id}",
-                do="`meshinfer plan` shows every candidate with its numbers",
-            )
-        epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
-        return await self._make(instance_id, epoch, plans, refusals)
-
-    async def _make(
-        self, instance_id: InstanceId, epoch: int, plans: Sequence[Plan], refusals: Sequence[Refusal]
-    ) -> Placed:
-        """Lease and commit the first of `plans` that all its nodes agree to. Raises NoRoom with every reason."""
-        failures: list[str] = []
-        for candidate in plans:
-            why = ""
-            for _ in range(EPOCH_TRIES):
-                newest, why = await self._lease_all(instance_id, epoch, candidate)
-                if not why:
-                    placed = Placed(instance_id, epoch, candidate.placement, tuple(refusals[:64]))
-                    why = await self._commit_all(placed)
-                    if not why:
-                        self._remember(placed)
-                        return placed
-                await self._release_all(instance_id, epoch, candidate.placement, "its placing failed")
-                epoch = max(epoch, newest) + 1
-                if not newest:
-                    break
-            failures.append(why)
-        raise NoRoom(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
-
-    def _plans(self, ask: Place, card: ModelCard, old: Instance | None) -> tuple[list[Plan], list[Refusal]]:
-        """Candidates, best first: without the nodes that do not answer right now, if that is possible."""
-        topology = _with_memory_of(self._ports.topology(), old)
-        doubtful = self._ports.doubtful() | self._troubled(old)
-        sure = Topology.of((node for node in topology.nodes if node.node_id not in doubtful), topology.links)
-        refusals: list[Refusal] = []
-        for among in (sure, topology) if doubtful else (topology,):
-            plans, refusals = self._candidates(ask, card, among)
-            if old is not None and ask.placement is None:
-                lost = [
-                    index
-                    for index, (seat, report) in enumerate(zip(old.placement.seats, old.reports, strict=True))
-                    if report is None or report.state not in WARM_STATES or seat.node_id not in among.by_id
-                ]
-                chunk = self._ports.settings.prefill_chunk_tokens
-                plans = [*repairs(old.placement, lost, among, card, prefill_chunk_tokens=chunk), *plans]
-            if plans:
-                return plans, refusals
-        return [], refusals
-
-    def _is_usable(self, instance: Instance) -> bool:
-        """Not broken, and no node of it is silent right now: what waits on a silent node is better repaired."""
-        return instance.state != "broken" and self._ports.doubtful().isdisjoint(instance.placement.node_ids)
-
-    def _troubled(self, old: Instance | None) -> frozenset[NodeId]:
-        """Nodes whose runner for this instance failed again and again of late: its seat goes elsewhere if it can."""
-        if old is None:
-            return frozenset()
-        now = trio.current_time()
-        for seat, report in zip(old.placement.seats, old.reports, strict=True):
-            if report is not None and report.state == "failed":
-                epochs = self._failures.setdefault((old.instance_id, seat.node_id), {})
-                epochs.setdefault(old.epoch, now)
-                if report.error_code in LASTING_ERRORS:
-                    epochs.setdefault(-1, now)  # once is enough
-        for key, epochs in list(self._failures.items()):
-            recent = {epoch: at for epoch, at in epochs.items() if now - at < FAILURES_SECONDS}
-            if recent:
-                self._failures[key] = recent
-            else:
-                del self._failures[key]
-        return frozenset(
-            node
-            for (instance_id, node), epochs in self._failures.items()
-            if instance_id == old.instance_id and len(epochs) >= FAILURES_BEFORE_ELSEWHERE
-        )
-
-    def _candidates(self, ask: Place, card: ModelCard, topology: Topology) -> tuple[list[Plan], list[Refusal]]:
-        if ask.placement is not None:
-            chunk = self._ports.settings.prefill_chunk_tokens
-            verdict = validate_placement(ask.placement, topology, card, may_fetch=True, prefill_chunk_tokens=chunk)
-            return ([verdict], []) if isinstance(verdict, Plan) else ([], [verdict])
-        preview = self._plan(topology, card, ask.workload, ask.constraints)
-        return list(preview.plans), list(preview.refusals)
-
-    def _plan(self, topology: Topology, card: ModelCard, workload: Workload, constraints: Constraints) -> Preview:
-        chunk = self._ports.settings.prefill_chunk_tokens
-        return plan(topology, card, workload, constraints, may_fetch=True, prefill_chunk_tokens=chunk)
-
-    def _existing(self, ask: Place) -> Placed | None:
-        """An instance that already is (or is becoming) what is asked for."""
-        now = trio.current_time()
-        self._just_placed = {key: just for key, just in self._just_placed.items() if just.until > now}
-        for instance in self._instances_of(ask.model_id):
-            if _answers(instance.placement, ask) and self._is_usable(instance):
-                return Placed(instance.instance_id, instance.epoch, instance.placement)
-        seen = {instance.instance_id for instance in self._ports.instances()}
-        for just in self._just_placed.values():
-            placement = just.placed.placement
-            is_live = set(placement.node_ids) <= set(self._ports.topology().by_id)
-            wanted = placement.model_id == ask.model_id and _answers(placement, ask)
-            if wanted and is_live and just.placed.instance_id not in seen:
-                return just.placed
-        return None
-
-    def _free_instance_id(self, model_id: ModelId) -> tuple[InstanceId, Instance | None]:
-        """The id to place under: the first replica that is not in use, with the broken instance that it replaces."""
-        by_id = {instance.instance_id: instance for instance in self._instances_of(model_id)}
-        replica = 0
-        while True:
-            instance_id = instance_id_for(model_id, replica)
-            old = by_id.get(instance_id)
-            if old is None or not self._is_usable(old):
-                return instance_id, old
-            replica += 1
-
-    async def _lease_all(self, instance_id: InstanceId, epoch: int, candidate: Plan) -> tuple[int, str]:
-        """(newest epoch that a seat has seen or 0, why it failed or '')."""
-        answers: dict[int, LeaseAnswer] = {}
-        placement = candidate.placement
-
-        async def lease(index: int) -> None:
-            ask = Lease(instance_id, epoch, placement, index, candidate.memory[index].need_bytes)
-            try:
-                answers[index] = await self._call_seat(placement.seats[index].node_id, LEASE, ask, LeaseAnswer)
-            except MeshinferError as error:
-                answers[index] = LeaseAnswer(granted=False, why=str(error)[:2048])
-
-        async with trio.open_nursery() as nursery:
-            for index in range(len(placement.seats)):
-                nursery.start_soon(lease, index)
-        refused = [(index, answer) for index, answer in sorted(answers.items()) if not answer.granted]
-        why = "; ".join(
-            f"seat {index} on {self._name(placement.seats[index].node_id)}: {a.why}" for index, a in refused
-        )
-        return max((answer.newest_epoch for answer in answers.values()), default=0), why
-
-    async def _commit_all(self, placed: Placed) -> str:
-        """Why it failed, or ''."""
-        ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)
-        failures: list[str] = []
-
-        async def commit(node: NodeId) -> None:
-            try:
-                await self._call_seat(node, COMMIT, ref, Done)
-            except MeshinferError as error:
-                failures.append(f"{self._name(node)}: {error}")
-
-        async with trio.open_nursery() as nursery:
-            for node in placed.placement.node_ids:
-                nursery.start_soon(commit, node)
-        return "; ".join(sorted(failures))
-
-    async def _release_all(self, instance_id: InstanceId, epoch: int, placement: Placement, reason: str) -> None:
-        ref = SeatRef(instance_id, epoch, placement.placement_id, reason)
-
-        async def release(node: NodeId) -> None:
-            try:
-                await self._call_seat(node, RELEASE, ref, Done)
-            except MeshinferError as error:  # its lease lapses by itself
-                log.info("release of %s on %s: %s", instance_id, node, error)
-
-        async with trio.open_nursery() as nursery:
-            for node in placement.node_ids:
-                nursery.start_soon(release, node)
-
-    async def _call_seat(self, node: NodeId, method: str, message: Lease | SeatRef, answer: type[A]) -> A:
-        """One call to a seat's node; this node's own seats without the network."""
-        if node == self._ports.node_id:
-            local: object
-            if isinstance(message, Lease):
-                local = await self._seats.lease(message)
-            elif method == COMMIT:
-                local = await self._seats.commit(message)
-            else:
-                local = await self._seats.release(message)
-            assert isinstance(local, answer)
-            return local
-        timeout = self._ports.settings.call_timeout_seconds
-        return decode(answer, await self._ports.transport.call(node, method, encode(message), timeout))
-
-    async def _on_place(self, peer: NodeId, payload: bytes) -> bytes:
-        del peer
-        return encode(await self.place_here(decode(Place, payload)))
-
-    # --- looking --------------------------------------------------------------------------------
-
-    def _instances_of(self, model_id: ModelId) -> list[Instance]:
-        return [instance for instance in self._ports.instances() if instance.placement.model_id == model_id]
+        return await self._planner.release(ref, instance.placement)
 
     def _instance_of(self, model_id: ModelId) -> Instance | None:
         """The best one to use: ready before loading before the rest."""
         order = {"ready": 0, "loading": 1, "placing": 2, "broken": 3}
         return min(
-            self._instances_of(model_id),
+            self._ports.instances_of(model_id),
             key=lambda instance: (order[instance.state], instance.instance_id),
             default=None,
         )
-
-    def _remember(self, placed: Placed) -> None:
-        self._just_placed[placed.instance_id] = _JustPlaced(placed, trio.current_time() + ANNOUNCE_SECONDS)
-
-    def _name(self, node: NodeId) -> str:
-        card = self._ports.topology().by_id.get(node)
-        return card.name if card else node
 
 
 def _failure_of(instance: Instance) -> MeshinferError:
@@ -504,27 +206,3 @@ def _failure_of(instance: Instance) -> MeshinferError:
         return ERRORS_BY_CODE[instance.error_code](f"{what}: {instance.error}")
     why = instance.error or "a node was lost meanwhile"
     return PeerLost(f"{what}: {why}", do="look at `meshinfer status`, then try again")
-
-
-def _answers(placement: Placement, ask: Place) -> bool:
-    """Whether an instance of `placement` is what is asked for: that very one, or one that reserves at least as much."""
-    if ask.placement is not None:
-        return placement == ask.placement
-    nodes = set(placement.node_ids)
-    allowed = nodes.isdisjoint(ask.constraints.exclude) and nodes <= set(ask.constraints.nodes or nodes)
-    held = {node: sum(seat.layers for seat in placement.seats if seat.node_id == node) for node in nodes}
-    has_layers = all(held.get(node) == count for node, count in ask.constraints.layers)
-    has_context = placement.context_tokens >= ask.workload.context_tokens
-    return allowed and has_layers and has_context and placement.concurrency >= ask.workload.concurrency
-
-
-def _with_memory_of(topology: Topology, old: Instance | None) -> Topology:
-    """`topology` as if the seats of a broken instance were free: its next epoch takes their place and memory."""
-    if old is None:
-        return topology
-
-    def without(card: NodeCard) -> NodeCard:
-        freed = sum(seat.promised_bytes for seat in card.seats if seat.instance_id == old.instance_id)
-        return replace(card, memory_promised_bytes=max(0, card.memory_promised_bytes - freed)) if freed else card
-
-    return Topology.of((without(card) for card in topology.nodes), topology.links)

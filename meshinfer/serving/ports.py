@@ -84,3 +84,10 @@ class Ports:
 
     def instances(self) -> tuple[Instance, ...]:
         return instances(self.topology())
+
+    def instances_of(self, model_id: ModelId) -> list[Instance]:
+        return [instance for instance in self.instances() if instance.placement.model_id == model_id]
+
+    def is_usable(self, instance: Instance) -> bool:
+        """Not broken, and no node of it is silent right now: what waits on a silent node is better repaired."""
+        return instance.state != "broken" and self.doubtful().isdisjoint(instance.placement.node_ids)

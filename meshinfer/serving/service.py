@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import trio
 
+from meshinfer.serving.elected_planner import ElectedPlanner
 from meshinfer.serving.origin_links import OriginLinks
 from meshinfer.serving.placing import Placer
 from meshinfer.serving.ports import Ports
@@ -18,6 +19,7 @@ class Serving(NamedTuple):
 
     ports: Ports
     seats: SeatService
+    planner: ElectedPlanner
     placer: Placer
     links: OriginLinks
     sessions: Sessions
@@ -25,9 +27,10 @@ class Serving(NamedTuple):
     @classmethod
     def of(cls, ports: Ports) -> Serving:
         seats = SeatService(ports)
-        placer = Placer(ports, seats)
+        planner = ElectedPlanner(ports, seats)
+        placer = Placer(ports, planner)
         links = OriginLinks(ports, seats)
-        return cls(ports, seats, placer, links, Sessions(ports, placer, links))
+        return cls(ports, seats, planner, placer, links, Sessions(ports, placer, links))
 
     async def leave(self, reason: str) -> None:
         """Let the requests of this node's own clients end, give its seats to others, free what is left."""

@@ -133,10 +133,10 @@ class _Run:
     async def play(self) -> Outcome:
         cluster, rng = self.cluster, self.rng
         cluster.fabric.witness = self.witness
-        planner = cluster.nodes[0].serving.placer
-        preview = await planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
+        serving = cluster.nodes[0].serving
+        preview = await serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
         wanted = rng.choice([plan for plan in preview.plans if len(plan.placement.seats) == self.scenario.stages])
-        await planner.place(Place(cluster.model.model_id, WORKLOAD, Constraints(), wanted.placement))
+        await serving.placer.place(Place(cluster.model.model_id, WORKLOAD, Constraints(), wanted.placement))
         await cluster.until(lambda: all([i.state for i in n.instances()] == ["ready"] for n in cluster.nodes))
         self.placement = wanted.placement
         self._cast()

@@ -85,7 +85,7 @@ def test_a_node_is_lost_in_mid_answer_and_the_answer_goes_on(seed: int, stops: b
 
     async def scenario(cluster: Cluster) -> None:
         rng = random.Random(seed)
-        preview = await cluster.nodes[0].serving.placer.preview(cluster.model.model_id, WORKLOAD, Constraints())
+        preview = await cluster.nodes[0].serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
         plan = next(plan for plan in preview.plans if len(plan.placement.seats) == stages)
         await cluster.nodes[0].serving.placer.place(
             Place(cluster.model.model_id, WORKLOAD, Constraints(), plan.placement)
@@ -189,7 +189,7 @@ def test_deleting_frees_every_node_and_the_same_placement_can_be_posted_again(se
     async def scenario(cluster: Cluster) -> None:
         node = cluster.nodes[0]
         model_id = cluster.model.model_id
-        preview = await node.serving.placer.preview(model_id, WORKLOAD, Constraints())
+        preview = await node.serving.planner.preview(model_id, WORKLOAD, Constraints())
         ask = Place(model_id, WORKLOAD, Constraints(), preview.plans[-1].placement)
         for _ in range(2):
             placed = await node.serving.placer.place(ask)
