@@ -28,9 +28,10 @@ from meshinfer.mesh.mesh import Mesh, MeshSettings
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.models.store import ModelStore
 from meshinfer.models.text_cache import TextCache
-from meshinfer.serving.machine import MachineFacts, load_per_core, measure_machine
+from meshinfer.serving.machine import MachineFacts, measure_machine
 from meshinfer.serving.model_cards import ModelCards
 from meshinfer.serving.model_files import ModelFiles
+from meshinfer.serving.others_load import LOOK_SECONDS, OthersLoad
 from meshinfer.serving.ports import OriginChannel, Ports
 from meshinfer.serving.runners import RunnerProcess
 from meshinfer.serving.service import Serving
@@ -54,8 +55,8 @@ MODELS_ON_CARD = 64
 """The bound of `NodeCard.models`; a card with more would be refused by everyone."""
 LOOK_AROUND_SECONDS = 2.0
 """How often this node looks at its own store and load. Models pulled by the command line show after this."""
-LOAD_STEP = 0.5
-"""Processes per core: a change that a planner could care about."""
+LOAD_STEP = 0.1
+"""Of all cores: a change that a planner could care about."""
 GOODBYE_SECONDS = 45.0
 """For this node's own answers to end, its seats to be loaded elsewhere, and the goodbye to be said. A second Ctrl-C
 does not wait for it."""
@@ -200,7 +201,7 @@ def _first_card(node_id: NodeId, name: str, settings: Settings, machine: Machine
         memory_promised_bytes=0,
         runner_overhead_bytes=settings.runner_overhead_bytes,
         computes_float32=machine.computes_float32,
-        load=load_per_core(),
+        load=0.0,
         models=_shown(store.held()),
     )
 
@@ -216,12 +217,15 @@ def _shown(held: tuple[HeldModel, ...]) -> tuple[HeldModel, ...]:
 async def _look_around(own_card: OwnCard, store: ModelStore) -> None:
     """Keep the card true about what changes outside of this process: models on disk, load."""
     known = own_card.card.models
+    others, looked_at = OthersLoad(), trio.current_time()
     while True:
         await trio.sleep(LOOK_AROUND_SECONDS)
         held = await trio.to_thread.run_sync(store.held)
         if held != known:
             known = held
             own_card.update(models=_shown(held))
-        # A new load alone is worth no announcement; it goes with the next.
-        if abs(load_per_core() - own_card.card.load) > LOAD_STEP:
-            own_card.update(load=load_per_core())
+        if trio.current_time() >= looked_at + LOOK_SECONDS:
+            looked_at = trio.current_time()
+            load = await trio.to_thread.run_sync(others.look)
+            if abs(load - own_card.card.load) > LOAD_STEP:
+                own_card.update(load=load)

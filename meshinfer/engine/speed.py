@@ -2,14 +2,16 @@
 
 Nothing is looked up. Layers of mlx-lm's own Llama, of the sizes that a model at hand has, are filled with
 made-up weights of the kind and run as a seat runs them: same modules, same caches, same float type, same
-BLAS. Four runs per kind, and each number is what the cost model will multiply by:
+BLAS. Six runs per kind, and each number is what the cost model will multiply by:
 
 | run | gives |
 |---|---|
 | steps of a stage of very narrow layers, few and many of them | overhead of a step `o`, overhead of a layer `l` |
 | a decode step over more weights than any cache holds | stream: bytes of a layer / (time of a layer − l) |
 | the same step with a long context | cache rate: bytes of keys and values / the time that it adds |
-| a prefill chunk through a few layers | FLOP/s: work of the layer / (time of a layer − l) |
+| a step of two sessions | row rate: bytes of a layer / the time that the second one adds |
+| prefill chunks of two lengths through a few layers | FLOP/s: work that the longer one has more / the time that it takes more; \
+pass rate: bytes of a layer / what is left of the shorter one |
 
 A whole layer rather than a bare matrix product, because what lies between the products (norms, rotations,
 softmax, unpacking) costs time in proportion to them: on a CPU a third of a prefill. What it costs whatever
@@ -51,7 +53,8 @@ smaller. Laptops have 8 to 48 MB. Raising it makes each run longer (0.1 s with i
 MOST_LAYERS = 64
 CHUNK_TOKENS = 256
 """Of the prefill run; 512, the usual chunk, has 3 % more FLOP/s and takes twice the time (measured, float32, CPU)."""
-FIRST_CHUNK_TOKENS = 32
+SHORT_CHUNK_TOKENS = 32
+"""Of the other one: many enough rows that BLAS is at its best, few enough that what does not grow with them shows."""
 CHUNK_LAYERS = 2
 LEAST_CHUNK_RUNS = 3
 """Of a prefill run, if its time is to allow a longer chunk."""
@@ -107,8 +110,8 @@ class _Probe:
         end = self._now() + seconds
         step_overhead, layer_overhead = self._overheads(0.15 * seconds)
         sampling = self._sampling(0.03 * seconds)
-        flops = self._flops(0.4 * (end - self._now()), layer_overhead)
-        decode, stream, cache = self._decode(end - self._now(), layer_overhead)
+        flops, whole = self._prefill(0.4 * (end - self._now()), layer_overhead)
+        decode, stream, cache, row = self._decode(end - self._now(), layer_overhead)
         speed = NodeSpeed(
             stream_bytes_per_second=stream,
             flops_per_second=flops,
@@ -116,6 +119,8 @@ class _Probe:
             sampling_seconds=sampling,
             layer_overhead_seconds=layer_overhead,
             cache_bytes_per_second=cache,
+            row_bytes_per_second=row,
+            pass_bytes_per_second=whole,
         )
         return MeasuredKind(self._kind, speed, decode.spread, decode.count)
 
@@ -130,36 +135,57 @@ class _Probe:
         layer = max(0.0, many.median - few.median) / (NARROW_LAYERS[1] - NARROW_LAYERS[0])
         return max(0.0, few.median - NARROW_LAYERS[0] * layer), layer
 
-    def _decode(self, allowed_seconds: float, layer_overhead: float) -> tuple[Times, float, float]:
-        """Times of a step, bytes per second of weights, and of keys and values."""
+    def _decode(self, allowed_seconds: float, layer_overhead: float) -> tuple[Times, float, float, float]:
+        """Times of a step, bytes per second of weights, of keys and values, and of weights for a second session."""
         end = self._now() + allowed_seconds
         one = _stage(self._packing, self._shape, 1, self._dtype, self._platform)
         layers = min(MOST_LAYERS, -(-WORKING_SET_BYTES // one.layer_bytes))
         stage = _stage(self._packing, self._shape, layers, self._dtype, self._platform)
-        empty = self._repeat(stage.decode, 0.6 * (end - self._now()))
+        empty = self._repeat(stage.decode, 0.4 * (end - self._now()))
         step = empty.median
+        stage.be_empty(rows=2)
+        second = self._repeat(stage.decode, 0.5 * (end - self._now())).median - step
         stream = layers * stage.layer_bytes / max(step - layers * layer_overhead, _SLOWEST_SHARE * step)
         few = min(layers, -(-WORKING_SET_BYTES // stage.context_bytes))
         stage.keep(few)
         stage.pretend_context()
         full = self._repeat(stage.decode, end - self._now()).median
         longer = full - step * few / layers
-        return empty, stream, few * stage.context_bytes / longer if longer > _SEEN_SHARE * full else 0.0
+        cache = few * stage.context_bytes / longer if longer > _SEEN_SHARE * full else 0.0
+        return empty, stream, cache, layers * stage.layer_bytes / second if second > _SEEN_SHARE * step else 0.0
 
-    def _flops(self, allowed_seconds: float, layer_overhead: float) -> float:
-        """Of a prefill chunk; a shorter one where the machine is so slow that a whole one takes too long."""
+    def _prefill(self, allowed_seconds: float, layer_overhead: float) -> tuple[float, float]:
+        """FLOP/s of a chunk, and the bytes per second of weights that it takes before them; 0: none to speak of.
+
+        A shorter chunk where the machine is so slow that a whole one takes too long.
+        """
         stage = _stage(self._packing, self._shape, CHUNK_LAYERS, self._dtype, self._platform)
-        begin, tokens = self._now(), FIRST_CHUNK_TOKENS
+        begin, tokens = self._now(), SHORT_CHUNK_TOKENS
+        _timed(partial(stage.prefill, tokens), self._timer)  # what starts lazily
         seconds = _timed(partial(stage.prefill, tokens), self._timer)
-        # Twice the tokens take less than twice the time. Some runs must fit; a wall's clock would count what others
-        # do meanwhile, and a short chunk has half the rate of a long one.
-        while tokens < CHUNK_TOKENS and seconds * 2 * LEAST_CHUNK_RUNS <= allowed_seconds:
+        # Twice the tokens take less than twice the time. Some runs of each must fit; a wall's clock would count what
+        # others do meanwhile.
+        while tokens < CHUNK_TOKENS and seconds * 3 * LEAST_CHUNK_RUNS <= allowed_seconds:
             tokens, seconds = 2 * tokens, 2 * seconds
-        seconds = self._repeat(partial(stage.prefill, tokens), allowed_seconds - (self._now() - begin)).median
-        layer = max(seconds / CHUNK_LAYERS - layer_overhead, _SLOWEST_SHARE * seconds / CHUNK_LAYERS)
+        short, long = SHORT_CHUNK_TOKENS, max(tokens, 2 * SHORT_CHUNK_TOKENS)
+        few, many = (
+            self._layer_seconds(stage, count, share * (allowed_seconds - (self._now() - begin)), layer_overhead)
+            for count, share in ((short, 0.3), (long, 1.0))
+        )
+        # Where the longer one took hardly longer, all of it is arithmetic at the longer one's rate.
+        grew = max(many - few, _SLOWEST_SHARE * many)
+        flops = (self._flops(long) - self._flops(short)) / grew
+        before = many - self._flops(long) / flops
+        return flops, stage.layer_bytes / before if before > _SEEN_SHARE * few else 0.0
+
+    def _layer_seconds(self, stage: _MadeUp, tokens: int, allowed_seconds: float, layer_overhead: float) -> float:
+        layer = self._repeat(partial(stage.prefill, tokens), allowed_seconds).median / CHUNK_LAYERS
+        return max(layer - layer_overhead, _SLOWEST_SHARE * layer)
+
+    def _flops(self, tokens: int) -> float:
+        """Of a layer, for a first chunk."""
         # Two per weight, and four per pair of positions and element of a head: half the chunk is their mean context.
-        attention = 4 * self._shape.hidden * tokens / 2
-        return tokens * (2 * self._shape.weights + attention) / layer
+        return tokens * (2 * self._shape.weights + 4 * self._shape.hidden * tokens / 2)
 
     def _sampling(self, allowed_seconds: float) -> float:
         """Seconds to take the likeliest token."""
@@ -190,21 +216,27 @@ class _MadeUp:
     shape: LayerShape
     dtype: mx.Dtype
     cache: list[Any]
+    rows: int = 1
 
     def decode(self) -> None:
-        """One step of one session, as `engine.stepping` runs it; the context grows by one token."""
-        mx.eval(self.stage(mx.zeros((1, 1), mx.int32), (), self.cache), self.stage.state_arrays(self.cache))
+        """One step of its sessions, as `engine.stepping` runs it; the context grows by one token."""
+        tokens = mx.zeros((self.rows, 1), mx.int32)
+        mx.eval(self.stage(tokens, (), self.cache), self.stage.state_arrays(self.cache))
 
     def prefill(self, tokens: int) -> None:
         """A first chunk."""
         cache = _batch_cache(self.stage)
         mx.eval(self.stage(mx.zeros((1, tokens), mx.int32), (), cache), self.stage.state_arrays(cache))
 
+    def be_empty(self, rows: int) -> None:
+        """So many sessions without a context."""
+        self.rows, self.cache = rows, _batch_cache(self.stage, rows)
+
     def keep(self, layers: int) -> None:
-        """Run only the first of its layers from now on."""
+        """Run only the first of its layers from now on, for one session."""
         self.stage.release()
         self.stage = Stage(self.stage.model, 0, layers, self.stage.structure)
-        self.cache = _batch_cache(self.stage)
+        self.be_empty(rows=1)
 
     def pretend_context(self) -> None:
         """Let every layer have keys and values of CONTEXT_TOKENS tokens."""
@@ -256,9 +288,9 @@ def _stage(packing: Packing | None, shape: LayerShape, layers: int, dtype: mx.Dt
     return _MadeUp(stage, layer_bytes, shape, dtype, _batch_cache(stage))
 
 
-def _batch_cache(stage: Stage) -> list[Any]:
-    """What a seat steps on: batches, of one row."""
-    return [entry.merge([entry]) for entry in stage.make_cache()]
+def _batch_cache(stage: Stage, rows: int = 1) -> list[Any]:
+    """What a seat steps on: batches."""
+    return [entry.merge([entry] * rows) for entry in stage.make_cache()]
 
 
 def _fill(module: nn.Module) -> None:

@@ -181,18 +181,36 @@ class Prediction:
 def layer_decode_seconds(layer: LayerWork, node: NodeSpeed, batch: int, context: float, share: float = 1.0) -> float:
     """One step of `batch` sessions with `context` tokens each; of a tensor rank, its `share` of the layer."""
     cached = layer.cached_tokens(context)
-    weights = layer.active_bytes(batch) / node.stream_bytes_per_second
+    read, flops = layer.active_bytes(batch), batch * layer.flops_per_token
+    weights = few_rows_seconds(node, read, batch * layer.active_bytes(1) - read, flops)
     cache = batch * (cached * layer.cache_bytes_per_token + layer.state_bytes)
-    read = weights + cache / (node.cache_bytes_per_second or node.stream_bytes_per_second)
-    flops = batch * (layer.flops_per_token + cached * layer.attention_flops_per_pair)
-    return share * max(read, flops / node.flops_per_second) + node.layer_overhead_seconds
+    reading = weights + cache / (node.cache_bytes_per_second or node.stream_bytes_per_second)
+    flops += batch * cached * layer.attention_flops_per_pair
+    return share * max(reading, flops / node.flops_per_second) + node.layer_overhead_seconds
 
 
 def layer_prefill_seconds(layer: LayerWork, node: NodeSpeed, chunk: int, context: float, share: float = 1.0) -> float:
     """One chunk of `chunk` tokens whose mean context is `context`."""
     flops = chunk * (layer.flops_per_token + layer.cached_tokens(context) * layer.attention_flops_per_pair)
-    slower = max(flops / node.flops_per_second, layer.active_bytes(chunk) / node.stream_bytes_per_second)
-    return share * slower + node.layer_overhead_seconds
+    return share * many_rows_seconds(node, layer.active_bytes(chunk), flops) + node.layer_overhead_seconds
+
+
+def many_rows_seconds(node: NodeSpeed, read_bytes: float, flops: float) -> float:
+    """A product of so many weights with a chunk's rows."""
+    before = read_bytes / node.pass_bytes_per_second if node.pass_bytes_per_second else 0.0
+    return max(before + flops / node.flops_per_second, read_bytes / node.stream_bytes_per_second)
+
+
+def few_rows_seconds(node: NodeSpeed, read_bytes: float, again_bytes: float, flops: float) -> float:
+    """A product of so many weights with a step's rows, of which those after the first read `again_bytes` once more.
+
+    Row by row, or as a chunk where that is quicker (`engine.unpacking` does so from four rows on).
+    """
+    once = read_bytes / node.stream_bytes_per_second
+    if not node.row_bytes_per_second:
+        return once
+    by_rows = once + again_bytes / node.row_bytes_per_second
+    return min(by_rows, many_rows_seconds(node, read_bytes, flops)) if node.pass_bytes_per_second else by_rows
 
 
 def decode_time(model: ModelWork, stage: Stage, batch: int, context: float) -> StageTime:
@@ -213,14 +231,19 @@ def decode_time(model: ModelWork, stage: Stage, batch: int, context: float) -> S
 
 
 def prefill_time(model: ModelWork, stage: Stage, chunk: int, context: float) -> StageTime:
-    """One prefill chunk of a stage. No head: only the prompt's last position is sampled, in a step of its own."""
+    """One prefill chunk of a stage.
+
+    Only the prompt's last position is sampled, in a step of its own. So nobody asks for a chunk's hidden states, and
+    engines compute what is asked for: no head, and of the model's last layer only keys and values, which is next to
+    nothing.
+    """
     work = stage.work or model
     compute = fsum(
         max(
             layer_prefill_seconds(work.layers[index], node, chunk, context, stage.share(rank))
             for rank, node in enumerate(stage.ranks)
         )
-        for index in range(stage.start, stage.end)
+        for index in range(stage.start, min(stage.end, len(work.layers) - 1))
     )
     if stage.start == 0:
         compute += embedding_seconds(work, stage, chunk)
@@ -235,7 +258,10 @@ def embedding_seconds(work: ModelWork, stage: Stage, tokens: int) -> float:
 def head_seconds(work: ModelWork, stage: Stage, batch: int) -> float:
     """Output projection and sampling of one token per session; mlx-lm shards layers only, so each rank does it all."""
     slowest = max(
-        max(work.head_bytes / node.stream_bytes_per_second, batch * work.head_flops_per_token / node.flops_per_second)
+        max(
+            few_rows_seconds(node, work.head_bytes, (batch - 1) * work.head_bytes, batch * work.head_flops_per_token),
+            batch * work.head_flops_per_token / node.flops_per_second,
+        )
         for node in stage.heads or stage.ranks
     )
     return slowest + batch * max(node.sampling_seconds for node in stage.ranks)

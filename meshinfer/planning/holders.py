@@ -217,6 +217,9 @@ class Holders:
                 moved = picoseconds(weights * seconds_per_byte)
                 known[id(layer)] = (chunk, chunk + terms.steps * step + moved)
             layers.append(known[id(layer)])
+        # Of the last one a prefill chunk leaves keys and values only (`cost.prefill_time`).
+        chunk, total = layers[-1]
+        layers[-1] = between_chunk, total - chunk + between_chunk
         sums = [tuple(accumulate(column, initial=0)) for column in zip(*layers, strict=True)]
         self._tables[key] = tuple(tuple(column[bound] for bound in self.bounds) for column in sums)
         return self._tables[key]

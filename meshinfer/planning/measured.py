@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 
 from meshinfer.base.ids import NodeId
 from meshinfer.planning.model_card import ModelCard
-from meshinfer.topology.card import LOAD_STEP, NodeCard
+from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology, quantise
 from meshinfer.topology.link import Link
 from meshinfer.topology.speed import LinkSpeed, NodeSpeed, engine_kind
@@ -58,21 +58,18 @@ def node_rates(node: NodeCard, card: ModelCard) -> NodeRates:
     ]
     slowest = _slowest(measured.values())
     missing = [kind or "unknown weights" for kind in dict.fromkeys(kinds) if kind not in measured]
-    slowdown = _slowdown(node)
-    layers, head = (_rounded(measured.get(kind, slowest), slowdown) for kind in kinds)
+    # A probe measures the machine for itself.
+    layers, head = (_rounded(measured.get(kind, slowest), node.slowdown) for kind in kinds)
     assumed = f"its speed with {' and '.join(missing)}: that of its slowest measured kind" if missing else ""
     return NodeRates(layers, head, assumed)
 
 
-def _slowdown(node: NodeCard) -> float:
-    # A probe measures the machine for itself; n processes per core leave each an n-th of one.
-    return 1 + LOAD_STEP * node.load_steps
-
-
 def _slowest(speeds: Iterable[NodeSpeed]) -> NodeSpeed:
     columns = list(zip(*(astuple(speed) for speed in speeds), strict=True))
-    stream, flops, step, sampling, layer, cache = columns
-    return NodeSpeed(min(stream), min(flops), max(step), max(sampling), max(layer), min(cache))
+    stream, flops, step, sampling, layer, cache, row, whole = columns
+    # Of the last two, none at all is quickest.
+    row, whole = (min((rate for rate in column if rate), default=0.0) for column in (row, whole))
+    return NodeSpeed(min(stream), min(flops), max(step), max(sampling), max(layer), min(cache), row, whole)
 
 
 def _rounded(speed: NodeSpeed, slowdown: float) -> NodeSpeed:
@@ -83,6 +80,8 @@ def _rounded(speed: NodeSpeed, slowdown: float) -> NodeSpeed:
         quantise(speed.sampling_seconds) * slowdown,
         quantise(speed.layer_overhead_seconds) * slowdown,
         quantise(speed.cache_bytes_per_second) / slowdown,
+        quantise(speed.row_bytes_per_second) / slowdown,
+        quantise(speed.pass_bytes_per_second) / slowdown,
     )
 
 

@@ -89,6 +89,8 @@ class Calibration:
             sampling_seconds=_seconds(speed.sampling_seconds * factor),
             layer_overhead_seconds=_seconds(speed.layer_overhead_seconds * factor),
             cache_bytes_per_second=min(1e18, speed.cache_bytes_per_second / factor),
+            row_bytes_per_second=min(1e18, speed.row_bytes_per_second / factor),
+            pass_bytes_per_second=min(1e18, speed.pass_bytes_per_second / factor),
         )
 
 

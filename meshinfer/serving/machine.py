@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -70,11 +69,6 @@ async def measure_machine(home: Path, memory_limit_bytes: int, memory_reserve: f
         memory_total_bytes=memory.total,
         memory_usable_bytes=min(memory_limit_bytes, memory.total) if memory_limit_bytes else available,
     )
-
-
-def load_per_core() -> float:
-    """Run queue per core, one minute average."""
-    return round(os.getloadavg()[0] / (psutil.cpu_count() or 1), 2)
 
 
 async def _engine_facts(home: Path) -> EngineFacts:

@@ -75,7 +75,7 @@ class KeptFile:
     """Newest first."""
 
 
-FORMAT = 1
+FORMAT = 2
 """Raised when what a probe measures changes its meaning: numbers of another format are measured anew."""
 
 

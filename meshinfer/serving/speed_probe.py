@@ -260,8 +260,7 @@ def node_probe(ports: Ports, seats: SeatService, store: ModelStore, update_card:
             running=running,
             fingerprint=partial(machine_fingerprint, card().accelerator),
             ask=ask_process,
-            # Processes per core share a CPU; a GPU is not asked for its queue.
-            slowdown=lambda: max(1.0, card().load) if wide else 1.0,
+            slowdown=lambda: card().slowdown,
             computes_float32=wide,
         ),
         seats.give_way,

@@ -99,7 +99,7 @@ class Phantom:
         """What nodes publish: every number off by up to `spread` of itself, in either direction."""
 
         def off(value: float) -> float:
-            return value * (1 + rng.uniform(-spread, spread))
+            return value and value * (1 + rng.uniform(-spread, spread))
 
         cards = [
             node_card(

@@ -20,8 +20,8 @@ from meshinfer.topology.speed import NodeSpeed
 Count = Annotated[int, between(0, 2**63 - 1)]
 ShortText = Annotated[str, sized(0, 128)]
 
-LOAD_STEP = 0.5
-"""Processes per core: a difference that a plan may depend on; less comes and goes within a minute."""
+SLOWDOWN_STEP = 0.25
+"""A difference that a plan may depend on; less comes and goes within a minute."""
 
 SeatState = Literal["leased", "loading", "linking", "ready", "cut", "failed"]
 """leased: memory promised. loading: a runner reads its layers. linking: loaded, its channels are being
@@ -95,7 +95,8 @@ class NodeCard:
     computes_float32: bool
     """The engine casts float parameters to fp32 here (CPU), so they take 4 bytes whatever the file says."""
     load: Annotated[float, finite(0)]
-    """Run queue per core, one minute average."""
+    """CPU that others than this node's agent and its runners use, as a share of all cores, over the last half minute.
+    No run queue: a node's own runners would be in it, and what waits for a moment counts there like what computes."""
     models: Annotated[tuple[HeldModel, ...], sized(0, 64)] = ()
     seats: Annotated[tuple[SeatReport, ...], sized(0, 64)] = ()
     placements: Annotated[tuple[Placement, ...], sized(0, 64)] = ()
@@ -114,9 +115,16 @@ class NodeCard:
         return (self.incarnation, self.version)
 
     @property
-    def load_steps(self) -> int:
-        """Load above one process per core, in steps of LOAD_STEP, where that slows its engine: GPUs are not shared so."""
-        return max(0, round((self.load - 1) / LOAD_STEP)) if self.computes_float32 else 0
+    def slowdown(self) -> float:
+        """Of its engine by what else the machine does, in steps of SLOWDOWN_STEP; 1 on GPUs, which are not shared so.
+
+        An engine on a CPU is one thread. As long as others leave a core free it has that; once they use all of n, it
+        shares them with at least n others, and gets n/(n + 1) of a core or less: how much less is not known.
+        """
+        if not self.computes_float32 or not self.cpu_cores:
+            return 1.0
+        crowded = min(self.load, 1.0) + 1 / self.cpu_cores - 1
+        return 1 + SLOWDOWN_STEP * max(0, round(crowded / SLOWDOWN_STEP))
 
     @property
     def memory_free_bytes(self) -> int:

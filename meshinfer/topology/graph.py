@@ -104,7 +104,7 @@ class Topology:
                     tuple((model.model_id, model.digest) for model in card.models),
                     tuple((seat.instance_id, seat.epoch, seat.seat_index, seat.state) for seat in card.seats),
                     tuple((each.kind, *map(quantise, astuple(each.speed))) for each in card.speeds),
-                    card.load_steps,
+                    card.slowdown,
                     card.coordinate
                     and tuple(map(_to_milliseconds, (*card.coordinate.position, *_ends(card.coordinate)))),
                 )

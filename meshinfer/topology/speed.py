@@ -43,6 +43,12 @@ class NodeSpeed:
     cache_bytes_per_second: Annotated[float, between(0, 1e18)] = 0.0
     """Keys and values that attention reads; 0: as weights. On CPUs several times that of packed weights, which have
     to be unpacked."""
+    row_bytes_per_second: Annotated[float, between(0, 1e18)] = 0.0
+    """The same weights again, for each further session of a step; 0: they cost nothing more, as on GPUs. A CPU unpacks
+    packed weights for each row anew, and then this is about BW: several sessions are no faster than one after another."""
+    pass_bytes_per_second: Annotated[float, between(0, 1e18)] = 0.0
+    """Weights that a prefill chunk reads and unpacks before it multiplies, whatever its length; 0: while it multiplies.
+    On CPUs as much as 60 tokens' arithmetic (4 bits, measured)."""
 
     def to_json(self) -> dict[str, float | None]:
         """For people and dashboards: rates per second, times in microseconds."""
@@ -50,6 +56,8 @@ class NodeSpeed:
             "stream_gb": round(self.stream_bytes_per_second / 1e9, 3),
             "gflops": round(self.flops_per_second / 1e9, 1),
             "cache_gb": round(self.cache_bytes_per_second / 1e9, 3) or None,
+            "row_gb": round(self.row_bytes_per_second / 1e9, 3) or None,
+            "pass_gb": round(self.pass_bytes_per_second / 1e9, 3) or None,
             "step_overhead_us": round(self.step_overhead_seconds * 1e6, 1),
             "layer_overhead_us": round(self.layer_overhead_seconds * 1e6, 1),
             "sampling_us": round(self.sampling_seconds * 1e6, 1),

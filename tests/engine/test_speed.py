@@ -39,6 +39,17 @@ def test_every_kind_gives_numbers_that_can_be_divided_by(kind: str) -> None:
     assert measured.speed.flops_per_second > 0
 
 
+def test_packed_weights_on_a_cpu_cost_each_row_and_each_pass() -> None:
+    """Where the cost model would think that two sessions cost as much as one, and short chunks as little as their sums."""
+    platform = prepare_process()
+    if not platform.computes_float32:
+        pytest.skip("a CPU's way")
+    (measured,) = measure_speeds([("q4g32", LayerShape.parse("576x1536x9x3x1000"))], platform, seconds=1.0)
+    speed = measured.speed
+    assert 0 < speed.row_bytes_per_second < 4 * speed.stream_bytes_per_second
+    assert 0 < speed.pass_bytes_per_second < 2 * speed.stream_bytes_per_second
+
+
 def test_the_time_is_shared_among_kinds() -> None:
     """A clock that jumps a second at each look: every kind still gets its turn, and few looks are taken."""
     looks = iter(range(10_000))

@@ -113,7 +113,28 @@ def test_the_ends_of_a_pipeline_do_what_the_middle_does_not():
     assert first.compute_seconds == pytest.approx(1.0 + 2 * 8 / 1000)
     assert last.compute_seconds == pytest.approx(1.0 + 500 / 1000 + 2 * 0.25)
     assert {first.overhead_seconds, middle.overhead_seconds, last.overhead_seconds} == {0.5}
-    assert prefill_time(MODEL, Stage(3, 4, (NODE,)), 1, 0).compute_seconds == pytest.approx(1.0)
+    assert prefill_time(MODEL, Stage(2, 3, (NODE,)), 1, 0).compute_seconds == pytest.approx(1.0)
+    assert prefill_time(MODEL, Stage(2, 4, (NODE,)), 1, 0).compute_seconds == pytest.approx(1.0), "keys and values only"
+
+
+PACKED = replace(NODE, flops_per_second=1e4, row_bytes_per_second=2000.0, pass_bytes_per_second=500.0)
+"""A CPU that unpacks: 1 s a row of LAYER, 0.5 s each further one, 2 s before a chunk and 0.2 s a token of it."""
+
+
+@pytest.mark.parametrize(("chunk", "seconds"), [(1, 2.2), (10, 4.0), (100, 22.0)])
+def test_a_chunk_is_unpacked_once_and_multiplied_for_each_token(chunk, seconds):
+    assert layer_prefill_seconds(LAYER, PACKED, chunk, 0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("batch", "seconds"), [(1, 1.0), (2, 1.5), (3, 2.0), (4, 2.5), (5, 3.0), (8, 3.6)])
+def test_a_few_sessions_go_row_by_row_and_many_as_a_chunk(batch, seconds):
+    assert layer_decode_seconds(LAYER, PACKED, batch, 0) == pytest.approx(seconds)
+
+
+def test_rows_of_experts_read_again_what_others_read():
+    """4 experts, 1 a token: two rows read 1.75 of them on average, so a quarter of one is read again."""
+    layer = LayerWork(dense_bytes=0.0, flops_per_token=0.0, experts=4, experts_per_token=1, expert_bytes=1000.0)
+    assert layer_decode_seconds(layer, PACKED, 2, 0) == pytest.approx(1.75 + 0.25 / 2)
 
 
 def test_a_hop_is_latency_software_and_bytes():

@@ -203,7 +203,7 @@ def test_a_damaged_file_is_no_more_than_forgotten(data: bytes) -> None:
 def test_numbers_of_another_format_are_forgotten() -> None:
     book = SpeedBook("m")
     book.measured(report("q4g64"), 0)
-    old = book.to_bytes().replace(b'"format":1', b'"format":0')
+    old = book.to_bytes().replace(b'"format":2', b'"format":1')
     assert SpeedBook.from_bytes(old, "m").machines == {}
     absurd = book.to_bytes().replace(b"1000000000.0", b"-1.0")
     assert SpeedBook.from_bytes(absurd, "m").machines == {}

@@ -71,11 +71,20 @@ def test_all_that_a_plan_depends_on_of_a_link_is_in_the_digest(change):
 
 def test_load_counts_where_the_engine_shares_its_cores_with_others():
     def digest(**more):
-        return Topology.of([node_card("ada", **more)], []).digest
+        return Topology.of([node_card("ada", cpu_cores=2, **more)], []).digest
 
-    assert digest(load=3.0, computes_float32=True) != digest(load=0.2, computes_float32=True)
-    assert digest(load=0.9, computes_float32=True) == digest(load=0.2, computes_float32=True)
-    assert digest(load=3.0) == digest(load=0.2)
+    assert digest(load=1.0, computes_float32=True) != digest(load=0.2, computes_float32=True)
+    assert digest(load=0.5, computes_float32=True) == digest(load=0.2, computes_float32=True)
+    assert digest(load=1.0) == digest(load=0.2)
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "slowdown"),
+    [(2, 0.5, 1.0), (2, 1.0, 1.5), (2, 7.0, 1.5), (1, 0.5, 1.5), (8, 1.0, 1.0), (0, 1.0, 1)],
+)
+def test_one_thread_is_slowed_once_no_core_is_left_to_it(cores, load, slowdown):
+    """Others that use all of n cores are at least n, and each has its part of them."""
+    assert node_card("ada", cpu_cores=cores, load=load, computes_float32=True).slowdown == slowdown
 
 
 @pytest.mark.parametrize("change", [{"name": "other"}, {"version": 9}, {"load": 3.0}])
