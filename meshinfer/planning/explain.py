@@ -233,7 +233,8 @@ def _fetching(topology: Topology, card: ModelCard, each: Plan) -> str:
         for node_id in each.placement.node_ids
         if all((held.model_id, held.digest) != (card.model_id, card.digest) for held in topology.by_id[node_id].models)
     ]
-    return f"; {names(topology, fetching)} fetch the files first" if fetching else ""
+    verb = "fetches" if len(fetching) == 1 else "fetch"
+    return f"; {names(topology, fetching)} {verb} the files first" if fetching else ""
 
 
 # --- memory -------------------------------------------------------------------------------------

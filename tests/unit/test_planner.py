@@ -242,7 +242,10 @@ def test_only_nodes_with_the_same_files_take_part_unless_they_may_fetch():
     assert any("cam does not hold the files" in refusal.explanation for refusal in refused.refusals)
     fetched = plan(topology, card, SMALL, alone, may_fetch=True).plans[0]
     assert set(fetched.placement.node_ids) == {"ada", "cam"}
-    assert "cam fetch the files first" in fetched.reason
+    assert "cam fetches the files first" in fetched.reason
+    both = Constraints(nodes=(NodeId("ada"), NodeId("bea"), NodeId("cam")), layers=((NodeId("ada"), 2),))
+    told = plan(topology, card, SMALL, both, may_fetch=True).plans[0].reason
+    assert "bea and cam fetch the files first" in told or "cam and bea fetch the files first" in told
     # Who has the files goes first even over a quicker link.
     quick = [Link(NodeId("ada"), NodeId("cam"), 1e-5), Link(NodeId("cam"), NodeId("ada"), 1e-5)]
     chosen = plan(mesh(*topology.nodes, links=quick), card, SMALL, ANYTHING, may_fetch=True).plans[0]
