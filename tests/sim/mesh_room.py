@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
+from hypothesis import HealthCheck, settings
+from trio.testing import MockClock
 
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.mesh import Mesh, MeshSettings
@@ -83,3 +86,20 @@ async def room(home: Path, network: SimNetwork | None = None, probes: SimProbes 
     async with trio.open_nursery() as nursery:
         yield Room(network or SimNetwork(), nursery, home, probes)
         nursery.cancel_scope.cancel()
+
+
+def play(network: SimNetwork, tale: Callable[[Room], Awaitable[None]]) -> None:
+    """Run `tale` in a fresh room, on virtual time."""
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as home:
+            async with room(Path(home), network) as stage:
+                await tale(stage)
+        assert network.failures == []
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def simulation(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """So many schedules, the same on each run; a whole mesh takes what it takes."""
+    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -7,17 +7,14 @@ what reproduces it.
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from mesh_room import Room, room
-from trio.testing import MockClock
+from mesh_room import Room, play, room, simulation
 
 from meshinfer.base.errors import BadInput
 from meshinfer.base.ids import NodeId
@@ -30,22 +27,6 @@ from meshinfer.wire.codec import encode
 NOTICE_SECONDS = 3.0
 """Promised to all: after this, the dead are in no topology."""
 TWO_PERIODS_SECONDS = 4.0
-
-
-def play(network: SimNetwork, tale: Callable[[Room], Awaitable[None]]) -> None:
-    """Run `tale` in a fresh room, on virtual time."""
-
-    async def main() -> None:
-        with tempfile.TemporaryDirectory() as home:
-            async with room(Path(home), network) as stage:
-                await tale(stage)
-        assert network.failures == []
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
-
-
-def simulation(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("count", [3, 8, 30])

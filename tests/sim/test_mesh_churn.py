@@ -5,17 +5,15 @@ from __future__ import annotations
 import datetime as dt
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from mesh_room import Room, room
-from trio.testing import MockClock
+from mesh_room import Room, play, room, simulation
 
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.gossip import PERIOD_SECONDS
@@ -25,22 +23,6 @@ STOPPED_SECONDS = 2.6
 KILLED_SECONDS = 0.5
 IN_DOUBT_SECONDS = 1.1
 """One second, and the 50 ms at which the room looks."""
-
-
-def play(network: SimNetwork, tale: Callable[[Room], Awaitable[None]]) -> None:
-    """Run `tale` in a fresh room, on virtual time."""
-
-    async def main() -> None:
-        with tempfile.TemporaryDirectory() as home:
-            async with room(Path(home), network) as stage:
-                await tale(stage)
-        assert network.failures == []
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
-
-
-def simulation(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 async def watch_all_see(stage: Room, nodes: set[NodeId], seconds: float, apart: Iterable[NodeId] = ()) -> None:
