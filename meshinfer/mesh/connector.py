@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 DIAL_TIMEOUT_SECONDS = 2.0
 """One address. A handshake takes 10 ms on a LAN; an address that leads nowhere answers nothing at all."""
 DIALS_AT_ONCE = 8
-GATHER_SECONDS = 0.05
-"""How long news about whom to dial is gathered. A lost connection is re-dialled at once, apart from this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,10 +127,6 @@ class MeshKey:
         """The key that everybody knows."""
         return cls(hashlib.sha256(b"meshinfer open mesh 1").digest(), OPEN_MESH_ID)
 
-    @property
-    def is_open(self) -> bool:
-        return self.mesh_id == OPEN_MESH_ID
-
     def mac(self, purpose: bytes, *parts: bytes) -> bytes:
         """HMAC-SHA256 (32 bytes) over `purpose` and `parts`, each framed by its length so that no two splits collide."""
         state = hmac.new(self.__secret, digestmod=hashlib.sha256)

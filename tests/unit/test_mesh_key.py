@@ -101,7 +101,6 @@ def test_the_same_code_is_the_same_mesh_and_another_is_not():
 
 def test_the_open_mesh_is_open_to_all():
     assert MeshKey.open_mesh().mesh_id == "open"
-    assert MeshKey.open_mesh().is_open
     assert MeshKey.open_mesh().proves(MeshKey.open_mesh().mac(b"x"), b"x")
 
 
