@@ -29,7 +29,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from meshinfer.base.errors import BadInput
 from meshinfer.base.ids import ModelId
-from meshinfer.engine.headers import TensorFile, read_model_files
+from meshinfer.engine.headers import checked_weight_files
 from meshinfer.engine.loader import names_by_layer, open_model, parameters_read_by, vocabulary_of
 from meshinfer.engine.stage import Stage
 from meshinfer.engine.structure import Structure, arrays_in, dtype_name, layers_of
@@ -44,19 +44,18 @@ _SCAN_FLOPS = 6
 _UNBOUNDED_CONTEXT = 2**20
 
 
-def describe_model(directory: Path, model_id: ModelId, file_digests: Mapping[str, str] | None = None) -> ModelCard:
+def describe_model(directory: Path, model_id: ModelId) -> ModelCard:
     """The card of the model in `directory`.
 
     Args:
-        directory: with config.json and safetensors files, or their headers (`engine.headers`).
+        directory: with config.json and safetensors files.
         model_id: what the model is called.
-        file_digests: SHA-256 in hex of tensor files, where the caller knows them; others are read through here.
 
     Raises:
         CorruptModel: a file is missing, cut short or not what it should be; it is named.
         NotSplittable: the model cannot be followed, so it cannot even be one stage.
     """
-    files = read_model_files(directory)
+    files = checked_weight_files(directory)
     model, config = open_model(directory)
     structure = Structure.probe(model)
     shares = _shares(model, structure)
@@ -66,7 +65,7 @@ def describe_model(directory: Path, model_id: ModelId, file_digests: Mapping[str
     vocabulary = vocabulary_of(model, structure)
     return ModelCard(
         model_id=model_id,
-        digest=digest_of(directory, files, file_digests or {}),
+        digest=digest_of(directory, files),
         model_type=str(config["model_type"]),
         hidden_size=hidden,
         vocab_size=vocabulary,
@@ -96,18 +95,11 @@ def describe_model(directory: Path, model_id: ModelId, file_digests: Mapping[str
     )
 
 
-def digest_of(directory: Path, files: Iterable[TensorFile], known: Mapping[str, str]) -> str:
-    """SHA-256 in hex over config.json and the SHA-256 of each tensor file, by name.
-
-    Raises:
-        BadInput: a file that is not here, and whose digest is not known.
-    """
+def digest_of(directory: Path, files: Iterable[Path]) -> str:
+    """SHA-256 in hex over config.json and the SHA-256 of each tensor file, in the order given."""
     state = hashlib.sha256((directory / "config.json").read_bytes())
-    for file in sorted(files, key=lambda file: file.name):
-        digest = known.get(file.name)
-        if digest is None and not file.local:
-            raise BadInput(f"{file.name} is not in {directory}", expected="its SHA-256 from a node that has it")
-        state.update(f"\n{file.name} {digest or sha256_of(directory / file.name, Watch())}".encode())
+    for file in files:
+        state.update(f"\n{file.name} {sha256_of(file, Watch())}".encode())
     return state.hexdigest()
 
 

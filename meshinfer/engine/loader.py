@@ -25,7 +25,7 @@ from mlx_lm.utils import load_model
 
 from meshinfer.base.errors import BadInput, CorruptModel
 from meshinfer.engine.graph import LazyGraph
-from meshinfer.engine.headers import as_whole_directory, read_model_files
+from meshinfer.engine.headers import checked_weight_files
 from meshinfer.engine.stage import Stage
 from meshinfer.engine.structure import Structure, arrays_in, layers_of
 from meshinfer.engine.unpacking import unpack_for_many_rows
@@ -94,18 +94,17 @@ def open_model(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
     """
     config = read_json(directory / CONFIG)
     _check_config(directory, config)
-    files = read_model_files(directory)
-    with as_whole_directory(directory, files) as whole:
-        try:
-            model, config = load_model(whole, lazy=True, strict=True, trust_remote_code=False)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ZeroDivisionError) as error:
-            # mlx-lm reports whatever its code stumbles over when config and tensors do not fit together.
-            reason = f"{type(error).__name__}: {str(error)[:400]}"
-            raise CorruptModel(
-                f"the model in {directory} cannot be built from its config and tensors ({reason})",
-                expected=f"a model that mlx-lm {mlx_lm.__version__} can load",
-                do="pull the model again, or take a conversion made for this version of mlx-lm",
-            ) from error
+    checked_weight_files(directory)
+    try:
+        model, config = load_model(directory, lazy=True, strict=True, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ZeroDivisionError) as error:
+        # mlx-lm reports whatever its code stumbles over when config and tensors do not fit together.
+        reason = f"{type(error).__name__}: {str(error)[:400]}"
+        raise CorruptModel(
+            f"the model in {directory} cannot be built from its config and tensors ({reason})",
+            expected=f"a model that mlx-lm {mlx_lm.__version__} can load",
+            do="pull the model again, or take a conversion made for this version of mlx-lm",
+        ) from error
     return model, config
 
 

@@ -14,8 +14,9 @@ from mlx_lm.utils import load_tokenizer
 
 from meshinfer.base.errors import BadInput, CorruptModel
 from meshinfer.engine.gguf import convert_gguf, read_header
-from meshinfer.engine.headers import read_model_files
+from meshinfer.engine.headers import checked_weight_files
 from meshinfer.engine.loader import load_seat, parameters_of
+from meshinfer.models.tensors import read_tensor_headers
 
 HIDDEN, HEADS, KV_HEADS, LAYERS = 64, 4, 2, 2
 Blocks = tuple[int, bytes]
@@ -183,9 +184,8 @@ def test_mixed_kinds_are_told_in_the_config(tmp_path: Path, target: Path) -> Non
     quantization = json.loads((target / "config.json").read_text())["quantization"]
     assert quantization["bits"] == 4
     assert quantization["model.embed_tokens"]["bits"] == 8
-    (file,) = read_model_files(target)
-    header = json.loads(file.header)
-    assert {entry["dtype"] for name, entry in header.items() if name.endswith((".scales", ".biases"))} == {"F32"}
+    (file,) = checked_weight_files(target)
+    assert {each.dtype for each in read_tensor_headers(file) if each.name.endswith((".scales", ".biases"))} == {"F32"}
 
 
 def test_the_directory_is_whole(tmp_path: Path, target: Path) -> None:

@@ -16,7 +16,6 @@ from mlx.utils import tree_flatten
 from tiny_models import CONFIGS, VOCABULARY, make_model, write_model
 
 from meshinfer.base.errors import CorruptModel
-from meshinfer.engine.headers import HEADERS_FILE, as_whole_directory, read_model_files, write_headers
 from meshinfer.engine.loader import load_seat, open_model, parameters_of
 from meshinfer.engine.structure import NotSplittable
 from meshinfer.engine.unpacking import UNPACK_FROM_ROWS, unpack_for_many_rows
@@ -122,47 +121,6 @@ def test_progress_rises_to_the_total(model_directory: Path) -> None:
     assert seen[0][0] == 0
     assert seen[-1] == (seat.weight_bytes, seat.weight_bytes)
     assert len(seen) == 4, "at the start and after each of three layers"
-
-
-# --- files that are elsewhere ---------------------------------------------------------------------
-
-
-def test_a_seat_needs_only_the_files_of_its_layers(model_directory: Path) -> None:
-    tokens = mx.array([[3, 1, 4, 1, 5]])
-    expected = logits_of(model_directory, [(0, 5)], tokens)
-    write_headers(model_directory)
-    files = read_model_files(model_directory)
-    first = {n: {t for t in f.tensors if ".layers." in t} for n, f in enumerate(files)}
-    carried: Any = None
-    for start, end in ((0, 1), (1, 5)):
-        # What this seat does not need is taken away, and brought back for the next one.
-        foreign = [
-            files[n].name
-            for n, tensors in first.items()
-            if tensors and all(not start <= int(t.split(".")[2]) < end for t in tensors)
-        ]
-        for name in foreign:
-            (model_directory / name).rename(model_directory / f"away-{name}")
-        stage = load_seat(model_directory, start, end, computes_float32=True).stage
-        carried = stage(tokens, carried, stage.make_cache())
-        mx.eval(carried)
-        for name in foreign:
-            (model_directory / f"away-{name}").rename(model_directory / name)
-    assert mx.array_equal(carried, expected).item()
-
-
-def test_a_missing_file_is_a_hole_that_takes_no_disk(model_directory: Path) -> None:
-    write_headers(model_directory)
-    missing = model_directory / f"model-00002-of-{FILES:05}.safetensors"
-    size = missing.stat().st_size
-    missing.unlink()
-    files = read_model_files(model_directory)
-    assert [file.local for file in files] == [True, False, True]
-    with as_whole_directory(model_directory, files) as whole:
-        hole = (whole / missing.name).stat()
-        assert abs(hole.st_size - size) < 16, "the header's own padding may differ"
-        assert hole.st_blocks * 512 <= 16384
-    assert not whole.exists()
 
 
 # --- files that are bad ---------------------------------------------------------------------------
@@ -308,13 +266,6 @@ def test_a_config_that_does_not_fit_its_tensors_is_reported(model_directory: Pat
 def test_a_config_that_is_no_json_object_is_reported(model_directory: Path, text: str) -> None:
     (model_directory / "config.json").write_text(text)
     with pytest.raises(CorruptModel, match=r"config.json is not"):
-        open_model(model_directory)
-
-
-@pytest.mark.parametrize("name", ["../model.safetensors", "model/x.safetensors", "evil.safetensors"])
-def test_a_headers_file_cannot_name_a_path(model_directory: Path, name: str) -> None:
-    (model_directory / HEADERS_FILE).write_text(json.dumps({name: {}}))
-    with pytest.raises(CorruptModel, match="names a file"):
         open_model(model_directory)
 
 
