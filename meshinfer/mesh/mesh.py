@@ -65,7 +65,6 @@ from meshinfer.mesh.neighbours import Wanted, wanted
 from meshinfer.mesh.own_card import MAX_OUTBIDS, OwnCard
 from meshinfer.mesh.prober import Prober, ProberStatistics
 from meshinfer.mesh.view import MergeResult, View, ViewStatistics
-from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.link import Link
 from meshinfer.transport.addresses import parse_address
@@ -218,10 +217,6 @@ class Mesh:
     def changes(self) -> Watch:
         """A reader of topology changes: `await watch.changed()`, then look at `topology()`."""
         return self._changes.watch()
-
-    def card_of(self, node: NodeId) -> NodeCard | None:
-        """The card of a living node; None for any other."""
-        return self.topology().by_id.get(node)
 
     def doubtful(self) -> frozenset[NodeId]:
         """Members that do not answer right now (their lid closed a second ago, or their cable was moved)."""

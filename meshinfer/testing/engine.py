@@ -202,7 +202,7 @@ class FakeChannel:
         except (trio.EndOfChannel, trio.ClosedResourceError) as error:
             await network.clear(there, here)  # nor does the end get past a cut
             raise PeerLost("the channel to the runner was closed") from error
-        await trio.sleep_until(sent_at + network.latency(there, here))
+        await trio.sleep_until(sent_at + network.latency_seconds)
         await network.clear(there, here)
         return record
 
@@ -224,7 +224,7 @@ class FakeChannel:
         """Bring what the origin sends to the runner; the runner runs this until the origin hangs up."""
         network, there, here = self.runner.network, self.origin, self.runner.node_id
         async for sent_at, record in self._asked:
-            await trio.sleep_until(sent_at + network.latency(there, here))
+            await trio.sleep_until(sent_at + network.latency_seconds)
             await network.clear(there, here)
             await self.runner.moves()
             self.runner.take(record, self)

@@ -90,8 +90,8 @@ class SimNetwork:
         """Share of gossip deliveries that are lost. Raising it makes views wait for the next period or a pull."""
         self.failures: list[Exception] = []
         """Errors in handlers that were no MeshinferError: bugs, for a test to look at."""
-        self._latency_seconds = latency_seconds
-        self._latencies: dict[tuple[NodeId, NodeId], float] = {}
+        self.latency_seconds = latency_seconds
+        """Of every pair, one way."""
         self._secret = self.rng.randbytes(32)
         self._listeners: dict[str, SimTransport] = {}
         self._running: dict[NodeId, SimTransport] = {}
@@ -115,10 +115,6 @@ class SimNetwork:
         return SimTransport(self, NodeId(name), own, mesh)
 
     # --- faults ---------------------------------------------------------------------------------
-
-    def set_latency(self, source: NodeId, target: NodeId, seconds: float) -> None:
-        """One way, from now on."""
-        self._latencies[(source, target)] = seconds
 
     def cut(self, sources: Iterable[NodeId], targets: Iterable[NodeId], *, one_way: bool = False) -> None:
         """Nothing passes from any of `sources` to any of `targets`, nor back unless `one_way`."""
@@ -155,16 +151,13 @@ class SimNetwork:
 
     # --- what transports ask --------------------------------------------------------------------
 
-    def latency(self, source: NodeId, target: NodeId) -> float:
-        return self._latencies.get((source, target), self._latency_seconds)
-
     def passes(self, source: NodeId, target: NodeId) -> bool:
         """Whether something sent now gets from `source` to `target`."""
         return (source, target) not in self._cuts and not {source, target} & self._stopped
 
     async def carry(self, source: NodeId, target: NodeId) -> None:
         """One message's way: the latency, and however long a cut or a stop holds it up."""
-        await trio.sleep(self.latency(source, target))
+        await trio.sleep(self.latency_seconds)
         await self.clear(source, target)
 
     async def clear(self, source: NodeId, target: NodeId) -> None:
@@ -232,7 +225,7 @@ class SimNetwork:
             node = waiting.popleft()
             for neighbour in neighbours[node]:
                 if neighbour not in delays and self.passes(node, neighbour):
-                    delays[neighbour] = delays[node] + self.latency(node, neighbour)
+                    delays[neighbour] = delays[node] + self.latency_seconds
                     waiting.append(neighbour)
         del delays[author]
         for node, delay in delays.items():
@@ -309,7 +302,7 @@ class SimTransport:
         with trio.move_on_after(timeout_seconds) as scope:
             acceptor = self.network.listener(address)
             if acceptor is None:
-                await trio.sleep(self.network.latency(self._node_id, NodeId("")))
+                await trio.sleep(self.network.latency_seconds)
             else:
                 await self.network.carry(self._node_id, acceptor.node_id)
                 await self.network.carry(acceptor.node_id, self._node_id)

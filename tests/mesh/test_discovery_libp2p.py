@@ -79,6 +79,4 @@ async def test_one_contact_and_the_address_book_are_enough_without_multicast(nod
 
 
 def nodes_addresses(mesh: Mesh) -> tuple[str, ...]:
-    card = mesh.card_of(mesh.node_id)
-    assert card is not None
-    return card.addresses
+    return mesh.topology().by_id[mesh.node_id].addresses
