@@ -97,7 +97,7 @@ def explain(error: httpx.HTTPError | httpx.InvalidURL, url: str) -> MeshinferErr
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return NoAgent(
             f"no agent answers at {url}",
-            do="start one with `meshinfer up`, or name another with --api URL or MESHINFER_API",
+            do="start one with `meshinfer up`, or name another with --home, --api URL or MESHINFER_API",
         )
     if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
         return MeshinferError(

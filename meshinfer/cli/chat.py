@@ -20,7 +20,8 @@ from rich.text import Text
 
 from meshinfer.base.errors import MeshinferError, PeerLost
 from meshinfer.base.units import format_seconds
-from meshinfer.cli.options import DEFAULT_API_URL, ApiKeyOption, ApiOption, JsonOption, ModelArgument
+from meshinfer.cli.asked_agent import agent_url
+from meshinfer.cli.options import ApiKeyOption, ApiOption, HomeOption, JsonOption, ModelArgument
 from meshinfer.cli.terminal import err, out, print_json, printable, show_error
 
 if TYPE_CHECKING:
@@ -130,12 +131,13 @@ def chat(
         int | None, typer.Option("--concurrency", min=1, help="Conversations to reserve for, if this places the model.")
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")] = None,
-    api: ApiOption = DEFAULT_API_URL,
+    home: HomeOption = None,
+    api: ApiOption = None,
     api_key: ApiKeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Ask a model of the mesh. It is placed and loaded if nobody serves it yet."""
-    dials = Dials(api, api_key, model, max_tokens, temperature, seed)
+    dials = Dials(agent_url(api, home), api_key, model, max_tokens, temperature, seed)
     if context is not None or concurrency is not None:
         _place(dials, context, concurrency)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,8 +12,8 @@ from rich.text import Text
 from meshinfer.base.errors import Refused, UnknownModel
 from meshinfer.base.ids import ModelId, parse_model_id
 from meshinfer.base.units import format_bytes
+from meshinfer.cli.asked_agent import agent_url
 from meshinfer.cli.options import (
-    DEFAULT_API_URL,
     ApiKeyOption,
     ApiOption,
     HomeOption,
@@ -30,14 +31,14 @@ app = typer.Typer(help="List, pull and remove models.", no_args_is_help=True, ri
 
 @app.command("list")
 def list_models(
-    home: HomeOption = None, api: ApiOption = DEFAULT_API_URL, api_key: ApiKeyOption = "", as_json: JsonOption = False
+    home: HomeOption = None, api: ApiOption = None, api_key: ApiKeyOption = "", as_json: JsonOption = False
 ) -> None:
     """Models on this node, in the mesh if an agent answers, and those that can be pulled by a short name."""
     from meshinfer.models.catalogue import catalogue
     from meshinfer.models.store import ModelStore
 
     known = catalogue(ModelStore(home_or_default(home) / "models"))
-    elsewhere = _in_the_mesh(api, api_key)
+    elsewhere = _in_the_mesh(api, home, api_key)
     rows = [
         {
             "id": entry.model_id,
@@ -141,12 +142,14 @@ def remove_model(model: ModelArgument, home: HomeOption = None, api_key: ApiKeyO
     err.print(f"{model} is deleted from this node.")
 
 
-def _in_the_mesh(api: str, api_key: str) -> dict[str, list[str]]:
+def _in_the_mesh(api: str | None, home: Path | None, api_key: str) -> dict[str, list[str]]:
     """Which nodes hold which models; nothing if no agent answers, since this node's own files are list enough."""
     from meshinfer.cli.agent_client import NoAgent, get
 
     try:
-        return {model["model_id"]: model["node_ids"] for model in get(api, api_key, "/models")["models"]}
+        return {
+            model["model_id"]: model["node_ids"] for model in get(agent_url(api, home), api_key, "/models")["models"]
+        }
     except NoAgent:
         return {}
 

@@ -60,7 +60,16 @@ HomeOption = Annotated[
         help="Where this node's identity, mesh key and models live. One agent per home.",
     ),
 ]
-ApiOption = Annotated[str, typer.Option("--api", envvar="MESHINFER_API", metavar="URL", help="The agent to ask.")]
+ApiOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api",
+        envvar="MESHINFER_API",
+        metavar="URL",
+        show_default="that of the home",
+        help="The agent to ask, if it is another.",
+    ),
+]
 ApiKeyOption = Annotated[
     str,
     typer.Option(

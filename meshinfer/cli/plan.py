@@ -12,7 +12,8 @@ from rich.text import Text
 
 from meshinfer.base.errors import BadInput
 from meshinfer.base.units import format_bytes, format_seconds
-from meshinfer.cli.options import DEFAULT_API_URL, ApiKeyOption, ApiOption, JsonOption, ModelArgument
+from meshinfer.cli.asked_agent import agent_url
+from meshinfer.cli.options import ApiKeyOption, ApiOption, HomeOption, JsonOption, ModelArgument
 from meshinfer.cli.status import name_of
 from meshinfer.cli.terminal import out, print_json, printable
 
@@ -58,14 +59,16 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Every term of every prediction, and which measurement to doubt.")
     ] = False,
-    api: ApiOption = DEFAULT_API_URL,
+    home: HomeOption = None,
+    api: ApiOption = None,
     api_key: ApiKeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Where a model would go, how fast it would be there, and why not elsewhere. Changes nothing."""
     from meshinfer.cli.agent_client import get
 
-    topology = get(api, api_key, "/topology")["nodes"]
+    url = agent_url(api, home)
+    topology = get(url, api_key, "/topology")["nodes"]
     params: dict[str, Any] = {"model_id": model}
     if context is not None:
         params["context"] = context
@@ -85,7 +88,7 @@ def plan(
         params["nodes"] = [find_node(text, topology) for text in nodes]
     if exclude:
         params["exclude"] = [find_node(text, topology) for text in exclude]
-    answer = get(api, api_key, "/instance/previews", params)
+    answer = get(url, api_key, "/instance/previews", params)
     if as_json:
         print_json(answer)
     else:

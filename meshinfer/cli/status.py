@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshinfer.base.units import format_bytes, format_seconds
-from meshinfer.cli.options import DEFAULT_API_URL, ApiKeyOption, ApiOption, JsonOption
+from meshinfer.cli.asked_agent import agent_url
+from meshinfer.cli.options import ApiKeyOption, ApiOption, HomeOption, JsonOption
 from meshinfer.cli.terminal import out, print_json, printable
 
 # ruff: noqa: PLC0415 - what a command needs is loaded when it runs, so that the others start fast
@@ -22,13 +23,16 @@ _MANY_LINKS = 8
 """Nodes above which a table of all pairs no longer fits a terminal."""
 
 
-def status(api: ApiOption = DEFAULT_API_URL, api_key: ApiKeyOption = "", as_json: JsonOption = False) -> None:
+def status(
+    home: HomeOption = None, api: ApiOption = None, api_key: ApiKeyOption = "", as_json: JsonOption = False
+) -> None:
     """Nodes, links and instances, as one agent sees them."""
     from meshinfer.cli.agent_client import get
 
-    topology = get(api, api_key, "/topology")
-    instances = get(api, api_key, "/instance")["instances"]
-    here = get(api, api_key, "/node_id")
+    url = agent_url(api, home)
+    topology = get(url, api_key, "/topology")
+    instances = get(url, api_key, "/instance")["instances"]
+    here = get(url, api_key, "/node_id")
     if as_json:
         print_json({"node_id": here, "topology": topology, "instances": instances})
         return

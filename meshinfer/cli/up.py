@@ -24,7 +24,7 @@ from rich.text import Text
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.units import format_bytes
 from meshinfer.cli.membership import print_invitation
-from meshinfer.cli.options import DEFAULT_API_URL, HomeOption, home_or_default, memory_size
+from meshinfer.cli.options import HomeOption, home_or_default, memory_size
 from meshinfer.cli.terminal import err, out
 from meshinfer.config import Settings, default_home
 
@@ -281,7 +281,6 @@ def _log_to_stderr(verbose: int) -> None:
 def _show_started(started: Started, settings: Settings, *, as_json: bool) -> None:
     """What a person needs once: where it answers, and how others come in."""
     at_home = "" if settings.home == default_home().absolute() else f" --home {shlex.quote(str(settings.home))}"
-    at_api = "" if started.api_url == DEFAULT_API_URL else f" --api {started.api_url}"
     if as_json:
         # One line, so that whoever started this process knows where it ends. The code stays out of it: such
         # output is kept in logs, and `meshinfer invite --json` gives the code to those who ask for it.
@@ -309,7 +308,7 @@ def _show_started(started: Started, settings: Settings, *, as_json: bool) -> Non
         out.print()
         print_invitation(started.join_code)
     out.print()
-    ways = f"meshinfer status{at_api}, meshinfer chat MODEL{at_api}"
+    ways = f"meshinfer status{at_home}, meshinfer chat MODEL{at_home}"
     out.print(f"Ctrl-C ends this node. In another terminal: {ways}", style="dim", soft_wrap=True)
 
 

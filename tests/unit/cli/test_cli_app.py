@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from scripted_agent import ScriptedAgent
 from typer.testing import CliRunner
 
 from meshinfer.cli.app import app
+from meshinfer.transport.home_lock import note_api, one_agent
 
 COMMANDS = [
     "up", "join", "invite", "status", "plan", "chat", "unload", "version", "models", "models list", "models pull", "models rm",
@@ -40,6 +43,28 @@ def test_without_an_agent_it_says_how_to_start_one(arguments: list[str], unused_
     assert result.stdout == ""
     assert f"no agent answers at {unused_url}" in result.stderr
     assert "meshinfer up" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["plan", "some-model"], ["chat", "some-model", "Hello"], ["unload", "some-model"]]
+)
+def test_a_home_without_an_agent_is_named(arguments: list[str], tmp_path: Path):
+    result = CliRunner().invoke(app, [*arguments, "--home", str(tmp_path)], env={"MESHINFER_API": ""})
+
+    assert result.exit_code == 1
+    assert f"no agent answers in {tmp_path}" in result.stderr
+    assert f"meshinfer up --home {tmp_path}" in result.stderr
+
+
+def test_commands_ask_the_agent_of_the_home(tmp_path: Path, agent: ScriptedAgent):
+    agent.says("/instance", {"instances": []})
+
+    with one_agent(tmp_path):
+        note_api(tmp_path, agent.url)
+        result = CliRunner().invoke(app, ["unload", "tiny", "--home", str(tmp_path)], env={"MESHINFER_API": ""})
+
+    assert "no instance" in result.stderr
+    assert [path for path, _ in agent.asked] == ["/instance"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,22 @@ def test_the_list_tells_this_node_from_the_others(tmp_path: Path, agent: Scripte
     assert rows["smollm2-135m"]["nodes"] == []
 
 
+def listed(*options: str) -> set[str]:
+    result = CliRunner().invoke(app, ["models", "list", "--json", *options], env={"MESHINFER_API": ""})
+    assert result.exit_code == 0, result.stderr
+    return {row["id"] for row in json.loads(result.stdout)}
+
+
+def test_the_list_asks_the_agent_of_its_home(tmp_path: Path, agent: ScriptedAgent, unused_url: str):
+    agent.says("/models", {"models": [{"model_id": "their/model", "node_ids": ["a"]}]})
+
+    with one_agent(tmp_path):
+        note_api(tmp_path, agent.url)
+        assert "their/model" in listed("--home", str(tmp_path))
+        assert "their/model" not in listed("--home", str(tmp_path), "--api", unused_url)
+    assert "their/model" not in listed("--home", str(tmp_path)), "and no other agent where that one has gone"
+
+
 def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(tmp_path: Path):
     result = CliRunner().invoke(app, ["models", "pull", "smollm-135m", "--home", str(tmp_path)])
 
