@@ -38,7 +38,7 @@ from meshinfer.mesh.own_card import OwnCard
 from meshinfer.mesh.probe_budget import ProbeBudget
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
-from meshinfer.topology.link import Link
+from meshinfer.topology.link import Link, off_the_wire
 from meshinfer.transport.base import Transport
 from meshinfer.transport.probe_channel import BULK_BYTES, LAPSE_SECONDS, PROBE_SECONDS, Measured
 from meshinfer.wire.codec import decode, encode
@@ -375,7 +375,7 @@ class LinkProber:
         return replace(
             link,
             bandwidth_bytes_per_second=rate,
-            channel_rtt_seconds=rtt,
+            channel_rtt_seconds=off_the_wire(rtt, rate),
             message_seconds=message,
             degraded=degraded,
         )

@@ -26,7 +26,7 @@ from meshinfer.planning.work import model_work
 from meshinfer.testing.cards import model_card, node_card
 from meshinfer.topology.card import KindSpeed
 from meshinfer.topology.graph import Topology
-from meshinfer.topology.link import CHANNEL_PROBE_BYTES, Link
+from meshinfer.topology.link import CHANNEL_PROBE_BYTES, Link, off_the_wire
 from meshinfer.topology.speed import LinkSpeed, NodeSpeed
 
 SOFTWARE_SECONDS = 50e-6
@@ -115,12 +115,15 @@ class Phantom:
     def _link_card(self, source: NodeId, target: NodeId, off: Callable[[float], float]) -> Link:
         there, back = self.link(source, target), self.link(target, source)
         rtt = there.latency_seconds + back.latency_seconds + there.message_seconds + back.message_seconds
+        rtt_seconds, bandwidth = off(rtt), off(there.bandwidth_bytes_per_second)
         return Link(
             source,
             target,
-            rtt_seconds=off(rtt),
-            bandwidth_bytes_per_second=off(there.bandwidth_bytes_per_second),
-            channel_rtt_seconds=off(rtt + CHANNEL_PROBE_BYTES / there.bandwidth_bytes_per_second),
+            rtt_seconds=rtt_seconds,
+            bandwidth_bytes_per_second=bandwidth,
+            channel_rtt_seconds=off_the_wire(
+                off(rtt + CHANNEL_PROBE_BYTES / there.bandwidth_bytes_per_second), bandwidth
+            ),
             message_seconds=off(there.message_seconds),
         )
 

@@ -136,7 +136,7 @@ class Topology:
                 "links": {
                     link.target: {
                         "latency_us": round(link.rtt_seconds / 2 * 1e6, 1),
-                        "bandwidth_gbps": round(link.bandwidth_bytes_per_second * 8 / 1e9, 3)
+                        "bandwidth_gbps": round(link.bandwidth_bytes_per_second * 8 / 1e9, 9)
                         if link.bandwidth_bytes_per_second
                         else None,
                         "jitter_us": round(link.jitter_seconds * 1e6, 1),

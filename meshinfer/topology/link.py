@@ -11,6 +11,18 @@ from meshinfer.topology.speed import LinkSpeed
 
 CHANNEL_PROBE_BYTES = 4096
 """Of the frame whose round trip is measured on a channel: a decode step of a model 2048 wide, in 16 bits."""
+LEAST_CHANNEL_RTT_SECONDS = 1e-6
+"""Of a measured channel: 0 would say that nobody measured it, and a clock tells no less apart."""
+
+
+def off_the_wire(rtt_seconds: float, bandwidth_bytes_per_second: float) -> float:
+    """The measured round trip of a frame of CHANNEL_PROBE_BYTES, less the frame's own time on the wire where that is known.
+
+    Whoever measures takes it off, with the bandwidth of then: latency and bandwidth are facts of their own from there on.
+    """
+    if rtt_seconds <= 0 or bandwidth_bytes_per_second <= 0:
+        return rtt_seconds
+    return max(LEAST_CHANNEL_RTT_SECONDS, rtt_seconds - CHANNEL_PROBE_BYTES / bandwidth_bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +42,8 @@ class Link:
     age_seconds: Annotated[float, finite(0)] = 0.0
     """Since the last measurement, on the source's own clock, when it was sent."""
     channel_rtt_seconds: Annotated[float, between(0, 3600)] = 0.0
-    """Median round trip of a 4 KiB frame on a channel of the kind that carries activations; 0: not measured."""
+    """Median round trip of a frame on a channel of the kind that carries activations, its time on the wire taken off
+    (`off_the_wire`), so that it says nothing of bandwidth; 0: not measured."""
     message_seconds: Annotated[float, between(0, 3600)] = 0.0
     """What the software at both ends together takes for one message of it; 0: not measured."""
     estimated: bool = False
@@ -40,16 +53,15 @@ class Link:
 
     @property
     def latency_seconds(self) -> float:
-        """One way, without the software at both ends and the frame's own time on the wire, which a planner adds itself.
+        """One way, without the software at both ends, which a planner adds itself.
 
-        Half the round trip of a 4 KiB frame on a channel, less those two. Without a channel's round trip the small
-        message's has to do: it crossed a slower stream, so it errs upwards, by a millisecond or two.
+        Half the round trip on a channel, less the software. Without a channel's round trip the small message's has to
+        do: it crossed a slower stream, so it errs upwards, by a millisecond or two. Bandwidth is not in it: a link
+        with more of it and the same latency is never worse, whatever the size of a message.
         """
         if not self.channel_rtt_seconds:
             return self.rtt_seconds / 2
-        rate = self.bandwidth_bytes_per_second
-        on_wire = CHANNEL_PROBE_BYTES / rate if rate > 0 else 0.0
-        return max(0.0, (self.channel_rtt_seconds - on_wire) / 2 - self.message_seconds)
+        return max(0.0, self.channel_rtt_seconds / 2 - self.message_seconds)
 
     @property
     def speed(self) -> LinkSpeed | None:

@@ -22,7 +22,7 @@ from meshinfer.topology.placement import Placement, Seat
 from meshinfer.topology.speed import NodeSpeed
 
 NAMES = ("ada", "bea", "cam", "dot", "eve", "fay", "gus", "hal")
-RATES = st.sampled_from([0.0, 1e6, 2e7, 1e9])
+RATES = st.sampled_from([0, 1_000_000, 20_000_000, 10**9]).map(float) | st.integers(1, 10**12).map(float)
 SPEEDS = st.builds(
     NodeSpeed,
     st.sampled_from([1e8, 1e9, 3e9, 3e10]),
@@ -87,7 +87,14 @@ def topologies(draw: st.DrawFn, most: int = 5, most_mib: int = 40) -> Topology:
     """Directed links, some of them never measured."""
     cards = draw(nodes(most, most_mib))
     links = [
-        Link(a.node_id, b.node_id, draw(ROUND_TRIPS), bandwidth_bytes_per_second=draw(RATES))
+        Link(
+            a.node_id,
+            b.node_id,
+            draw(ROUND_TRIPS),
+            bandwidth_bytes_per_second=draw(RATES),
+            channel_rtt_seconds=draw(ROUND_TRIPS),
+            message_seconds=draw(st.sampled_from([0.0, 5e-5, 1e-3])),
+        )
         for a, b in permutations(cards, 2)
         if draw(st.integers(0, 5))  # one in six is not measured
     ]

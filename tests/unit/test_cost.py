@@ -35,7 +35,7 @@ LINK = LinkSpeed(0.1, 1000.0, 0.02)
 MODEL = ModelWork((LAYER,) * 4, 8.0, 500.0, 1000.0, 100.0)
 
 speeds = st.builds(NodeSpeed, st.floats(1e9, 1e12), st.floats(1e11, 1e14), st.floats(0, 0.01), st.floats(0, 0.001))
-links = st.builds(LinkSpeed, st.floats(0, 0.1), st.floats(1e5, 1e10), st.floats(0, 0.001))
+links = st.builds(LinkSpeed, st.floats(0, 0.1), st.floats(1e-3, 1e18), st.floats(0, 0.001))
 layers = st.builds(
     LayerWork,
     st.floats(1e6, 1e9),

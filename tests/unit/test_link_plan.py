@@ -17,7 +17,7 @@ from meshinfer.mesh.link_plan import (
     next_job,
 )
 from meshinfer.mesh.probe_budget import WINDOW_SECONDS, ProbeBudget
-from meshinfer.topology.link import CHANNEL_PROBE_BYTES, Link
+from meshinfer.topology.link import CHANNEL_PROBE_BYTES, Link, off_the_wire
 from meshinfer.transport.arrivals import Arrivals
 
 
@@ -192,7 +192,8 @@ def test_a_reader_that_came_late_says_nothing():
 @given(st.floats(1e-6, 1), st.floats(1e3, 1e10), st.floats(0, 1e-3))
 def test_a_planner_gets_back_the_round_trip_that_was_measured(one_way, rate, software):
     rtt = 2 * (one_way + software) + CHANNEL_PROBE_BYTES / rate
-    link = Link("a", "b", 1.0, bandwidth_bytes_per_second=rate, channel_rtt_seconds=rtt, message_seconds=software)
+    empty = off_the_wire(rtt, rate)
+    link = Link("a", "b", 1.0, bandwidth_bytes_per_second=rate, channel_rtt_seconds=empty, message_seconds=software)
     assert link.speed is not None
     assert abs(link.speed.latency_seconds - one_way) <= 1e-9 + 1e-6 * rtt
     assert Link("a", "b", 1.0).speed is None

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import models, topologies, workloads
 
+from meshinfer.base.ids import NodeId
 from meshinfer.base.units import MIB
 from meshinfer.planning import choice as choice_module
 from meshinfer.planning.choice import Choice, quickest, quickest_with_groups
+from meshinfer.planning.cost import hop_seconds
 from meshinfer.planning.groups import groups
 from meshinfer.planning.holders import Holder
+from meshinfer.planning.measured import link_rates
 from meshinfer.planning.plan import Plan
 from meshinfer.planning.planner import plan, predict_placement, validate_placement
 from meshinfer.planning.problem import Problem
@@ -202,6 +205,31 @@ def seconds(topology: Topology, card, workload: Workload) -> float:
 timed = workloads.map(lambda w: replace(w, objective="latency" if w.objective == "fit" else w.objective))
 # What the exact search may leave out; nothing else.
 SLACK = 1.003
+
+
+@given(
+    st.builds(
+        Link,
+        st.just(NodeId("ada")),
+        st.just(NodeId("bea")),
+        st.floats(0, 3600),
+        bandwidth_bytes_per_second=st.floats(0, exclude_min=True, allow_infinity=False),
+        loss=st.floats(0, 1),
+        channel_rtt_seconds=st.floats(0, 3600),
+        message_seconds=st.floats(0, 3600),
+    ),
+    st.floats(0, exclude_min=True, allow_infinity=False),
+    st.floats(0, 1e12),
+)
+def test_a_link_with_more_bandwidth_is_never_slower_for_any_message(link, rate, message_bytes):
+    low, high = sorted((link.bandwidth_bytes_per_second, rate))
+    slow, quick = (
+        Topology.of([node_card("ada"), node_card("bea")], [replace(link, bandwidth_bytes_per_second=each)])
+        for each in (low, high)
+    )
+    assert hop_seconds(link_rates(quick, link.source, link.target).speed, message_bytes) <= hop_seconds(
+        link_rates(slow, link.source, link.target).speed, message_bytes
+    )
 
 
 @settings(max_examples=60)
