@@ -23,7 +23,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,12 +35,17 @@ from meshinfer.base.errors import MeshinferError
 from meshinfer.models.pull import pull
 from meshinfer.models.store import ModelStore
 from meshinfer.testing import chaos_agents, chaos_room, churn
-from meshinfer.testing.chaos import Outcome, Scenario, percentile, scenarios
+from meshinfer.testing.agent_room import MODEL, agent_room
+from meshinfer.testing.chaos import Outcome, Scenario, machine_scenarios, percentile, scenarios
+from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 
 FAILURE_RATES = (0.0, 1e-4, 1e-3, 1e-2)
 LENGTHS = (128, 1024)
 REAL_AGENTS = 3
 """With two seats and one agent to spare. More agents than cores measure the cores."""
+
+
+WITH_SKEWED_CLOCKS = frozenset(("kill last at token k", "kill runner of head at token k", "stop last for 2 s"))
 
 
 @dataclass
@@ -61,7 +66,7 @@ class Row:
         tokens = sum(outcome.recomputed_tokens for outcome in self.outcomes) / max(1, len(self.outcomes))
         return (
             f"| {self.scenario.name} | {runs} | {kept}/{runs} | {100 * good / max(1, len(everyone)):.0f} % "
-            f"| {percentile(pauses, 0.5):.2f} | {percentile(pauses, 0.95):.2f} "
+            f"| {percentile(pauses, 0.5):.2f} | {percentile(pauses, 0.95):.2f} | {percentile(pauses, 1.0):.2f} "
             f"| {_figure(percentile(recompute, 0.95), 2)} | {_figure(tokens, 0)} |"
         )
 
@@ -72,8 +77,8 @@ def _figure(value: float, digits: int) -> str:
 
 
 HEADER = (
-    "| fault | runs | all promises kept | clients answered | pause p50 s | p95 s | of which recompute p95 s | tokens "
-    "recomputed |\n|---|---|---|---|---|---|---|---|"
+    "| fault | runs | all promises kept | clients answered | pause p50 s | p95 s | worst s | of which recompute "
+    "p95 s | tokens recomputed |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -161,23 +166,41 @@ def unrelated(report: Report) -> None:
     )
 
 
-def real(report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], *, namespaces: bool) -> list[Row]:
+def real(report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machines: type[OneMachine]) -> list[Row]:
+    """All of `chosen` that can be played on such machines."""
+    if why := machines.why_not():
+        report.say(f"Skipped: {why}.")
+        return []
     store = platformdirs.user_cache_path("meshinfer", appauthor=False) / "test-assets" / "models"
     try:
-        pull(chaos_agents.MODEL, ModelStore(store), lambda _: None)
+        pull(MODEL, ModelStore(store), lambda _: None)
     except MeshinferError as error:
         report.say(f"Skipped: the small model cannot be had: {error}")
         return []
-    playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, namespaces=namespaces)]
-    if namespaces:
-        playable = [scenario for scenario in playable if not chaos_agents.can_play(scenario, namespaces=False)]
-    load = os.getloadavg()[0]
     report.say(
-        f"{REAL_AGENTS} agents, {chaos_agents.MODEL} over two of them, {psutil.cpu_count()} cores for everything, load "
-        f"{load:.1f} when it began. Clients read server-sent events over HTTP; times are those of their characters.\n"
+        f"{REAL_AGENTS} agents, {MODEL} over two of them, {psutil.cpu_count()} cores for everything, load "
+        f"{os.getloadavg()[0]:.1f} when it began. Clients read server-sent events over HTTP; times are those of their "
+        "characters.\n"
     )
-    with chaos_agents.agent_room(store, REAL_AGENTS, namespaces=namespaces) as room:
-        return play_all(playable, seeds, lambda scenario, seed: chaos_agents.play(room, scenario, seed), report)
+    playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines)]
+    with agent_room(machines, store, REAL_AGENTS) as room:
+        rows = play_all(playable, seeds, chaos_agents.AgentChaos(room).play, report)
+    report.say(f"\nLoad {os.getloadavg()[0]:.1f} when it ended.")
+    return rows
+
+
+def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[str, type[OneMachine], list[Scenario]]]:
+    """(title, machines, scenarios): each scenario on the plainest machines that can play it."""
+    left = list(chosen)
+    for title, machines in (
+        ("real small model", OneMachine),
+        ("with a cable each", CabledMachines),
+        ("with small disks", SmallDisks),
+    ):
+        playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines)]
+        left = [scenario for scenario in left if scenario not in playable]
+        yield title, machines, playable
+    yield "one with clocks an hour ahead", SkewedClocks, [one for one in chosen if one.name in WITH_SKEWED_CLOCKS]
 
 
 def main() -> int:
@@ -185,12 +208,16 @@ def main() -> int:
     parser.add_argument("--sim-runs", type=int, default=30, help="runs of each scenario in simulation")
     parser.add_argument("--real-runs", type=int, default=5, help="runs of each scenario on real agents")
     parser.add_argument("--only", default="", metavar="NAME", help="scenarios whose name contains this; no figures")
+    parser.add_argument(
+        "--machines", default="", metavar="TITLE", help="of the real ones: those whose title contains this"
+    )
     parser.add_argument("--seed", type=int, help="this one only, with the log")
     parser.add_argument("--no-figures", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("docs/log"), help="where the table goes")
     given = parser.parse_args()
     one = given.seed is not None
     logging.basicConfig(level=logging.INFO if one else logging.ERROR, format="%(name)s: %(message)s")
+    everything = (*scenarios(), *machine_scenarios())
     chosen = [scenario for scenario in scenarios() if given.only in scenario.name]
     report, began = Report(), time.monotonic()
     now = datetime.now(UTC)
@@ -212,13 +239,10 @@ def main() -> int:
             unrelated(report)
     if given.real_runs:
         seeds = (given.seed,) if one else range(given.real_runs)
-        report.say("\n## Real agents, real small model\n")
-        rows += real(report, chosen, seeds, namespaces=False)
-        report.say("\n## Real agents with a cable each\n")
-        if chaos_agents.namespaces_work():
-            rows += real(report, chosen, seeds, namespaces=True)
-        else:
-            report.say("Skipped: network namespaces need root and iproute2.")
+        for title, machines, playable in real_sections([s for s in everything if given.only in s.name]):
+            if playable and given.machines in title:
+                report.say(f"\n## Real agents, {title}\n")
+                rows += real(report, playable, seeds, machines)
     runs = sum(len(row.outcomes) + len(row.crashed) for row in rows)
     broken = sum(bool(outcome.violations) for row in rows for outcome in row.outcomes) + sum(
         len(r.crashed) for r in rows

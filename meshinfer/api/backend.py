@@ -47,6 +47,8 @@ class RunnerEntry:
     sessions: int
     steps: int
     tokens: int
+    recomputed_tokens: int
+    """For sessions that were opened again."""
 
 
 @dataclass(frozen=True, slots=True)

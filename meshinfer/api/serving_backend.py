@@ -66,6 +66,7 @@ class ServingBackend:
                 sessions=beats[key].sessions if key in beats else 0,
                 steps=beats[key].steps if key in beats else 0,
                 tokens=beats[key].tokens if key in beats else 0,
+                recomputed_tokens=beats[key].recomputed_tokens if key in beats else 0,
             )
             for key, pid in seats.runner_pids().items()
         )

@@ -152,6 +152,8 @@ class ElectedPlanner:
                     placed = Placed(instance_id, epoch, candidate.placement, tuple(refusals[:64]))
                     why = await self._commit_all(placed)
                     if not why:
+                        where = ", ".join(self._name(node) for node in placed.placement.node_ids)
+                        log.info("instance %s epoch %d is placed on %s", instance_id, epoch, where)
                         self._remember(placed)
                         return placed
                 ref = SeatRef(instance_id, epoch, candidate.placement.placement_id, "its placing failed")

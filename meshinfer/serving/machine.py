@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from meshinfer.base.files import write_atomically
 from meshinfer.base.ids import digest_hex
 from meshinfer.models.engine_process import engine_command, run_engine
 from meshinfer.serving.available_memory import available_bytes
+
+log = logging.getLogger(__name__)
 
 ENGINE_ANSWER_SECONDS = 60.0
 """For importing MLX in a fresh process: 2 s, more on a cold disk or a busy machine."""
@@ -78,7 +81,10 @@ async def _engine_facts(home: Path) -> EngineFacts:
     if facts is None:
         facts = await _ask_engine()
         text = json.dumps({"key": key, "facts": asdict(facts)})
-        await trio.to_thread.run_sync(write_atomically, remembered, text.encode())
+        try:
+            await trio.to_thread.run_sync(write_atomically, remembered, text.encode())
+        except OSError as error:
+            log.warning("cannot write %s (%s); the next start will ask the engine again", remembered, error)
     return facts
 
 

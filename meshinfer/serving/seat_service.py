@@ -51,7 +51,9 @@ from meshinfer.wire.runner_control import (
     DialChannel,
     ExpectChannel,
     Heartbeat,
+    Linked,
     LinkSample,
+    Loaded,
     Loading,
     LoadSeat,
     Rebind,
@@ -274,6 +276,7 @@ class SeatService:
             del self._starting[key]
         if runner is None:  # released before there was one
             return
+        log.info("seat %s: process %d is to be its runner", key, runner.pid)
         held = self._held[key] = _Held(key, placement, runner)
         settings = self._ports.settings
         seat = LoadSeat(
@@ -336,6 +339,10 @@ class SeatService:
                 peer = held.placement.seats[message.seat].node_id
                 self._ports.frame_arrived(peer, message.byte_count, message.seconds)
             return
+        if isinstance(message, Loaded):
+            log.info("seat %s: its layers are loaded, in %.2f s", held.key, message.seconds)
+        if isinstance(message, Linked):
+            log.info("seat %s: its channels are open", held.key)
         if isinstance(message, ChannelLost) and 0 <= message.seat < len(held.placement.seats):
             self._ports.blame(held.placement.seats[message.seat].node_id)
         effects = self._ledger.runner_said(held.key, message, trio.current_time())

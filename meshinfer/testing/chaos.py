@@ -39,11 +39,17 @@ Deed = Literal[
     "mute",
     "cut from origin",
     "split",
+    "starve runner",
+    "refuse memory",
+    "slow down",
+    "fill disk",
 ]
 """kill: agent and runners die at once. stop: they freeze, and their sockets stay open. kill runner, hang runner: its
 runner alone dies, or computes no more while it goes on to send heartbeats. freeze runner: it alone is stopped. cut off: nothing passes from or to it;
 deafen: to it; mute: from it. cut from origin: nothing passes between it and the request's origin, while all others
-reach both (a bridge). split: the mesh falls into the origin with as many others as the model needs, and the rest."""
+reach both (a bridge). split: the mesh falls into the origin with as many others as the model needs, and the rest.
+Of real machines only: starve runner: the kernel kills it for want of memory; refuse memory: it gets no more of it;
+slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home."""
 Part = Literal["origin", "head", "middle", "last", "planner", "replacement", "holder", "bystander"]
 """replacement: who took a lost seat. holder: any with a seat. bystander: one without a seat that is not the origin."""
 Moment = Literal["prefill", "first token", "token k", "repair"]
@@ -111,6 +117,20 @@ def scenarios() -> tuple[Scenario, ...]:
         found.append(Scenario(f"bridge: {part} and origin cannot reach each other for 10 s", bridge, ends="either"))
     lost = (Fault("kill", "middle"),)
     found.append(Scenario("kill middle, and the model fits nowhere", lost, nodes=3, ends="error"))
+    return tuple(found)
+
+
+def machine_scenarios() -> tuple[Scenario, ...]:
+    """What an operating system does to programs; the simulation has none."""
+    found: list[Scenario] = []
+    for part in ("head", "last"):
+        found.append(Scenario(f"runner of {part} out of memory", (Fault("starve runner", part),)))
+        found.append(Scenario(f"runner of {part} is refused memory", (Fault("refuse memory", part, "prefill"),)))
+        found.append(Scenario(f"slow cable of {part} for 10 s", (Fault("slow down", part, seconds=10.0),)))
+    full: tuple[Part, ...] = ("head", "last", "planner", "origin", "bystander")
+    disks = tuple(Fault("fill disk", part, "first token") for part in full)
+    found.append(Scenario("all disks full", disks))
+    found.append(Scenario("all disks full, and kill and restart last", (*disks, Fault("kill", "last", seconds=1.0))))
     return tuple(found)
 
 

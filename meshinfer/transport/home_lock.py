@@ -7,6 +7,7 @@ about this home. Neither proves that an agent runs: a killed one leaves them beh
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from pathlib import Path
 import filelock
 
 from meshinfer.base.errors import BadInput
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.3
 """How long a start waits for the lock: a command that looks whether an agent runs holds it for a moment."""
@@ -45,7 +48,7 @@ def one_agent(home: Path) -> Generator[None]:
         ) from error
     try:
         (home / _API).unlink(missing_ok=True)  # a killed agent's
-        (home / _PID).write_text(f"{os.getpid()}\n")
+        _note(home / _PID, str(os.getpid()))
         yield
     finally:
         for note in (_PID, _API):
@@ -74,7 +77,7 @@ def pid_of(home: Path) -> int | None:
 
 def note_api(home: Path, url: str) -> None:
     """Leave word where the agent of `home` answers; `one_agent` takes it away."""
-    (home / _API).write_text(f"{url}\n")
+    _note(home / _API, url)
 
 
 def api_of(home: Path) -> str | None:
@@ -84,6 +87,15 @@ def api_of(home: Path) -> str | None:
     except OSError:
         return None
     return noted if noted and agent_runs(home) else None
+
+
+def _note(path: Path, text: str) -> None:
+    """A note is worth no agent: one on a full disk runs without, and says so."""
+    try:
+        path.write_text(f"{text}\n")
+    except OSError as error:
+        path.unlink(missing_ok=True)  # half a note misleads
+        log.warning("cannot write %s (%s); commands about this home will not find its agent", path, error)
 
 
 def _pid(pid_file: Path) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import openai
-from agents import RunningAgent, agent
 
+from meshinfer.testing.agent_process import RunningAgent, agent
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 
 MODEL = "smollm2-135m"

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
-from agents import START_SECONDS, STOP_SECONDS, RunningAgent, agent, ending, meshinfer
+from command import meshinfer
 from mesh import wait_until
 
+from meshinfer.testing.agent_process import START_SECONDS, STOP_SECONDS, RunningAgent, agent, ending
 from meshinfer.transport.mesh_key import remembered_code
 
 MODEL = "smollm2-135m"

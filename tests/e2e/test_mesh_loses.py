@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import meshinfer
+from command import meshinfer
 from mesh import FRANCE, MODEL, Room, ask, client, get, instances, room, wait_until
 
 NAMES = ("alpha", "beta", "gamma")

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from agents import START_SECONDS, ending, first_line
 from mesh import FRANCE, MODEL, wait_until
 
+from meshinfer.testing.agent_process import START_SECONDS, ending, first_line
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 
 pytestmark = [

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from agents import agent
 from mesh import FRANCE, Room, ask, room, wait_until
 
+from meshinfer.testing.agent_process import agent
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 
 NAMES = ("alpha", "beta")

@@ -1,0 +1,203 @@
+"""Agents of one mesh on this machine, real ones, with what one asks of them over HTTP.
+
+with agent_room(OneMachine, store, 4) as room:
+    room.place(room.node_ids()[:2])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import httpx
+
+from meshinfer.base.ids import ModelId, NodeId
+from meshinfer.testing import agent_process
+from meshinfer.testing.agent_process import RunningAgent
+from meshinfer.testing.machines import OneMachine
+from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
+
+MODEL = ModelId("smollm2-135m")
+CONTEXT_TOKENS = 512
+CONCURRENCY = 3
+MEMORY_BYTES = 430 * 1024**2
+"""Two such nodes can hold the model, one cannot (it needs 471 MiB, of which 192 are the runner's own)."""
+SETTLE_SECONDS = 60.0
+PLACE_SECONDS = 180.0
+LEAVE_SECONDS = 60.0
+"""For agents that all end at once: each may first wait for the others to take over its seats."""
+HTTP_SECONDS = 30.0
+LOOK_SECONDS = 0.1
+LOG_TIME = "%Y-%m-%d %H:%M:%S,%f"
+"""As an agent writes it where nobody watches."""
+
+M = TypeVar("M", bound=OneMachine)
+
+
+class RoomError(Exception):
+    """The stage itself could not be set."""
+
+
+class AgentRoom(Generic[M]):
+    """The agents, by name; leaving the context ends every one."""
+
+    def __init__(self, machines: M, model_store: Path) -> None:
+        self.machines, self.model_store = machines, model_store
+        self.agents: dict[str, RunningAgent] = {}
+        """In the order in which they first started; some may be dead."""
+        self.stopped: set[str] = set()
+        self._environment = {**os.environ, JOIN_CODE_VARIABLE: new_join_code().reveal()}
+
+    def start(self, name: str) -> RunningAgent:
+        """A new one, or the next life of one that was killed; returns once it serves."""
+        home = self.machines.move_in(name)
+        if not (home / "models").exists():
+            (home / "models").symlink_to(self.model_store)
+        reserve = ("--context", str(CONTEXT_TOKENS), "--concurrency", str(CONCURRENCY))
+        self.agents[name] = agent_process.start(
+            home,
+            *("--name", name, "--memory", str(MEMORY_BYTES), "--verbose", *reserve, *self.machines.options(name)),
+            prefix=self.machines.prefix(name),
+            environment=self._environment,
+            log_file=self.machines.directory / f"{name}.log",
+        )
+        return self.agents[name]
+
+    def end(self) -> None:
+        """All at once, politely."""
+        for name in list(self.stopped):
+            self.wake(name)
+        with ThreadPoolExecutor(max(1, len(self.agents))) as pool:
+            ends = [pool.submit(agent_process.end, one.process, LEAVE_SECONDS) for one in self.agents.values()]
+        for ended in ends:
+            ended.result()
+
+    def kill(self, name: str) -> None:
+        self.agents[name].kill()
+
+    def stop(self, name: str) -> None:
+        self.stopped.add(name)
+        self.agents[name].signal(signal.SIGSTOP)
+
+    def wake(self, name: str) -> None:
+        self.agents[name].signal(signal.SIGCONT)
+        self.stopped.discard(name)
+
+    def live(self) -> dict[str, RunningAgent]:
+        return {name: agent for name, agent in self.agents.items() if agent.is_alive}
+
+    def node_ids(self) -> list[NodeId]:
+        """Of those that live."""
+        return [agent.node_id for agent in self.live().values()]
+
+    def name_of(self, node_id: NodeId) -> str:
+        """Raises KeyError for one that does not live."""
+        return {agent.node_id: name for name, agent in self.live().items()}[node_id]
+
+    def story(self, since: float) -> str:
+        """What all logs say from `since` on (wall clock), in one order, with seconds after it."""
+        lines = [line for name, agent in self.agents.items() for line in _dated(name, agent.log())]
+        return "\n".join(f"{at - since:8.3f}  {line}" for at, line in sorted(lines) if at >= since)
+
+    # --- what they say --------------------------------------------------------------------------
+
+    def wait_settled(self) -> None:
+        """Until all live agents see exactly each other, with links both ways."""
+        ids = set(self.node_ids())
+
+        def settled(agent: RunningAgent) -> bool:
+            nodes = get(agent, "/topology")["nodes"]
+            return nodes.keys() == ids and all(len(node["links"]) >= len(ids) - 1 for node in nodes.values())
+
+        wait_for("all see each other", SETTLE_SECONDS, lambda: all(settled(one) for one in self.live().values()))
+
+    def place(self, nodes: Sequence[NodeId]) -> None:
+        """Free what is placed, then an instance with a seat on each of `nodes`, ready everywhere."""
+        self.free()
+        through = next(iter(self.live().values()))
+        query = {"model_id": MODEL, "context": CONTEXT_TOKENS, "concurrency": CONCURRENCY}
+        previews = get(through, "/instance/previews", **query)["previews"]
+        if previews[0]["error"]:
+            raise RoomError(previews[0]["error"])
+        # The planner takes as few nodes as it can; faults are told apart better with a middle.
+        placement = {key: value for key, value in previews[0]["placement"].items() if key != "placement_id"}
+        layers = placement["seats"][-1]["end"]
+        cuts = [layers * index // len(nodes) for index in range(len(nodes) + 1)]
+        seats = zip(nodes, cuts, cuts[1:], strict=False)
+        placement["seats"] = [{"node_id": node, "start": start, "end": end} for node, start, end in seats]
+        answer = httpx.post(f"{through.url}/instance", json={"placement": placement}, timeout=PLACE_SECONDS)
+        if answer.status_code != 201:
+            raise RoomError(answer.text)
+
+        def ready() -> bool:
+            return all([i["state"] for i in instances(agent)] == ["ready"] for agent in self.live().values())
+
+        wait_for("the instance is ready", PLACE_SECONDS, ready)
+
+    def free(self) -> None:
+        """Nothing is placed any more."""
+        through = next(iter(self.live().values()))
+
+        def is_free() -> bool:
+            # Again and again: a repair that is under way may bring one back.
+            for instance in instances(through):
+                httpx.delete(f"{through.url}/instance/{instance['instance_id']}", timeout=HTTP_SECONDS)
+            return all(not instances(agent) for agent in self.live().values())
+
+        wait_for("nothing is placed", SETTLE_SECONDS, is_free)
+
+
+@contextmanager
+def agent_room(make_machines: Callable[[Path], M], model_store: Path, count: int) -> Generator[AgentRoom[M]]:
+    """`count` agents that see each other; nothing of them is left, unless something fails: then their logs."""
+    directory = Path(tempfile.mkdtemp(prefix="meshinfer-room-"))
+    with make_machines(directory) as machines:
+        room = AgentRoom(machines, model_store)
+        try:
+            for index in range(count):
+                room.start(f"n{index}")
+            room.wait_settled()
+            yield room
+        finally:
+            room.end()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _dated(name: str, text: str) -> Generator[tuple[float, str]]:
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):  # a traceback's line, say
+            date, moment, said = line.split(" ", 2)
+            yield datetime.strptime(f"{date} {moment}", LOG_TIME).astimezone().timestamp(), f"{name}: {said}"
+
+
+def get(agent: RunningAgent, path: str, **query: Any) -> Any:
+    answer = httpx.get(agent.url + path, params=query, timeout=HTTP_SECONDS, trust_env=False)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def instances(agent: RunningAgent) -> list[dict[str, Any]]:
+    """As it sees them."""
+    return get(agent, "/instance")["instances"]
+
+
+def wait_for(what: str, seconds: float, is_so: Callable[[], bool]) -> None:
+    """Raises RoomError after `seconds`. An agent that does not answer is not so yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if is_so():
+                return
+        if time.monotonic() > deadline:
+            raise RoomError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(LOOK_SECONDS)

@@ -1,0 +1,101 @@
+"""What chaos on real agents is made of sees what it is there to see, and does what it says."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshinfer.testing.agent_room import AgentRoom
+from meshinfer.testing.agent_witness import NEWS_LOOKS, Witness
+from meshinfer.testing.chaos import machine_scenarios, scenarios
+from meshinfer.testing.chaos_agents import can_play
+from meshinfer.testing.machine_faults import kill_for_memory, kills_for_memory_work, refuse_memory
+from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
+
+
+@pytest.fixture
+def witness(tmp_path: Path) -> Witness:
+    return Witness(AgentRoom(OneMachine(tmp_path), tmp_path))
+
+
+def state(*, held: int, ran: int, steps: int, recomputed: int = 0, pid: int = 7) -> dict[str, Any]:
+    """Of an agent that holds epoch `held`, and whose runner works in epoch `ran`."""
+    runner = {"pid": pid, "instance_id": "i", "epoch": ran, "steps": steps, "recomputed_tokens": recomputed}
+    return {"instances": [{"instance_id": "i", "epoch": held}], "runners": [runner]}
+
+
+def test_steps_of_a_stale_epoch_are_a_broken_promise(witness: Witness) -> None:
+    for look in range(NEWS_LOOKS + 1):
+        witness.look("a", state(held=2, ran=1, steps=10 + look))
+    assert [violation[:2] for violation in witness.violations] == ["6:"]
+
+
+def test_steps_of_the_present_epoch_and_late_reports_of_the_last_are_none(witness: Witness) -> None:
+    for look in range(9):
+        witness.look("a", state(held=2, ran=2, steps=look))
+        witness.look("b", state(held=2, ran=1, steps=10 + min(look, NEWS_LOOKS - 1), pid=8))
+    assert witness.violations == set()
+
+
+def test_recomputed_tokens_are_those_since_the_first_look_also_of_runners_that_died(witness: Witness) -> None:
+    witness.look("a", state(held=1, ran=1, steps=0, recomputed=100), is_first=True)
+    witness.look("a", state(held=1, ran=1, steps=0, recomputed=130))
+    witness.look("a", state(held=2, ran=2, steps=0, recomputed=5, pid=8))
+    assert witness.recomputed_tokens == 35
+
+
+@pytest.fixture
+def eater() -> Iterator[subprocess.Popen[str]]:
+    """A process that says when it is up, and after a line wants ever more."""
+    wants = "held = [bytearray(1 << 26)]; print('up', flush=True); input()\nwhile True: held.append(bytearray(1 << 24))"
+    with subprocess.Popen(
+        [sys.executable, "-c", wants], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.skipif(not kills_for_memory_work(), reason="no control group for memory can be made here")
+def test_the_kernel_takes_the_one_that_was_named(eater: subprocess.Popen[str]) -> None:
+    assert kill_for_memory(eater.pid) >= 1
+    assert eater.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are a Linux thing")
+def test_a_process_is_refused_memory(eater: subprocess.Popen[str]) -> None:
+    refuse_memory(eater.pid)
+    _, errors = eater.communicate("\n", timeout=10)
+    assert eater.returncode == 1
+    assert "MemoryError" in errors
+
+
+@pytest.mark.skipif(bool(SmallDisks.why_not()), reason=SmallDisks.why_not() or "it can")
+def test_a_small_disk_can_be_filled_and_emptied(tmp_path: Path) -> None:
+    with SmallDisks(tmp_path) as machines:
+        home = machines.move_in("a")
+        (home / "kept").write_text("kept")
+        machines.fill("a")
+        with pytest.raises(OSError, match="No space"):
+            (home / "more").write_bytes(bytes(8192))
+        machines.empty("a")
+        (home / "more").write_bytes(bytes(8192))
+        assert (home / "kept").read_text() == "kept"
+    assert not home.is_mount()
+
+
+def test_every_scenario_of_a_machine_can_be_played_on_one() -> None:
+    kinds = (OneMachine, CabledMachines, SmallDisks)
+    memory = {"starve runner"} if not kills_for_memory_work() else set[str]()
+    for scenario in machine_scenarios():
+        if memory.isdisjoint(fault.deed for fault in scenario.faults):
+            assert any(can_play(scenario, kind) for kind in kinds), scenario.name
+    one_way = next(scenario for scenario in scenarios() if scenario.name.startswith("deafen"))
+    assert not any(can_play(one_way, kind) for kind in (*kinds, SkewedClocks))
