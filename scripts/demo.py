@@ -234,6 +234,7 @@ class Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
+        ignore_signals()
         for agent in self.all:
             agent.process.terminate()
         for agent in self.all:
@@ -535,13 +536,19 @@ def give_up(*_: object) -> None:
     raise DemoFailedError(f"not done within {RUN_SECONDS:.0f} s")
 
 
-def end(number: int, _: object) -> None:
-    """Unwinds the stack, so that agents are ended then, too."""
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal may say so twice
+def ignore_signals() -> None:
+    """What is under way is cleaning up, which has deadlines of its own and is not to be cut short."""
+    signal.alarm(0)
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.SIG_IGN)
+
+
+def end(number: int, _: object) -> None:
+    """Unwinds the stack, so that agents are ended then, too. Once: people press Ctrl-C again, terminals close twice."""
+    ignore_signals()
     if number == signal.SIGHUP:
         screen.file = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
-    raise SystemExit(128 + number)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def main() -> int:
@@ -549,14 +556,15 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the mesh up until Ctrl-C, and print its URLs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
-    signal.signal(signal.SIGALRM, give_up)
-    signal.signal(signal.SIGTERM, end)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` means to stay
-        signal.signal(signal.SIGHUP, end)
-    signal.alarm(int(RUN_SECONDS))
-    root = Path(tempfile.mkdtemp(prefix="meshinfer-demo-"))
     cache = platformdirs.user_cache_path("meshinfer-demo", appauthor=False)
+    root = Path(tempfile.mkdtemp(prefix="meshinfer-demo-"))
+    keeps_logs = False
     try:
+        signal.signal(signal.SIGALRM, give_up)
+        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(ending) != signal.SIG_IGN:  # `nohup` means to stay
+                signal.signal(ending, end)
+        signal.alarm(int(RUN_SECONDS))
         with Agents(root, cache) as agents:
             figures = tell(agents)
             if options.json:
@@ -565,14 +573,16 @@ def main() -> int:
             if options.keep:
                 stay(agents)
     except (DemoFailedError, MeshinferError, subprocess.TimeoutExpired) as error:
+        keeps_logs = True
         show_logs(root)
         screen.print(f"\n[bold red]The demo failed:[/] {error}\nThe logs are in {root}", soft_wrap=True)
         return 1
     except (KeyboardInterrupt, SystemExit) as early:
-        shutil.rmtree(root, ignore_errors=True)
         screen.print("\nended early")
         return early.code if isinstance(early, SystemExit) and isinstance(early.code, int) else 128 + signal.SIGINT
-    shutil.rmtree(root, ignore_errors=True)
+    finally:
+        if not keeps_logs:
+            shutil.rmtree(root, ignore_errors=True)
     return 0
 
 
