@@ -20,6 +20,7 @@ from meshinfer.models.catalogue import parse_model_name
 from meshinfer.serving.requests import Generated, Waiting
 from meshinfer.serving.text import TextModel
 from meshinfer.serving.text_answer import TextDelta
+from meshinfer.wire.records import LOWEST_LOGPROB
 
 # OpenAI: names of the end user, storage and caching; none of them changes an answer.
 IGNORED = frozenset(
@@ -54,8 +55,6 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
 MAX_STOPS = 32
 # OpenAI's bound; each choice is a session of its own.
 MAX_CHOICES = 128
-# JSON has no −∞; OpenAI writes this for a token that could not have been chosen.
-LOWEST_LOGPROB = -9999.0
 
 
 def _join_parts(content: Any) -> Any:

@@ -25,7 +25,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from meshinfer.base.errors import BadInput, MeshinferError
-from meshinfer.wire.records import Sampling
+from meshinfer.wire.records import LOWEST_LOGPROB, Sampling
 
 # Below this top-p keeps the likeliest token only; 0 itself would index past the sorted row.
 _TOP_P_GREEDY = 1e-6
@@ -204,7 +204,8 @@ def _drawn(draw: Draw, token: mx.array, logprobs: mx.array) -> Drawn:
         return Drawn(token_id)
     count = min(draw.sampling.top_logprobs, logprobs.shape[0])
     likeliest = mx.argpartition(-logprobs, kth=count - 1)[:count] if count else mx.array([], mx.int32)
-    values: Any = logprobs[mx.concatenate([token[None].astype(mx.int32), likeliest.astype(mx.int32)])].tolist()
+    shown = logprobs[mx.concatenate([token[None].astype(mx.int32), likeliest.astype(mx.int32)])]
+    values: Any = mx.maximum(shown, LOWEST_LOGPROB).tolist()
     top = sorted(zip(_integers(likeliest), values[1:], strict=True), key=lambda entry: (-entry[1], entry[0]))
     return Drawn(token_id, float(values[0]), tuple(top))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from meshinfer.base.bounds import between, sized
-from meshinfer.base.ids import ModelId
+from meshinfer.base.wire_ids import WireModelId
 
 Count = Annotated[int, between(0, 2**53)]
 
@@ -57,7 +57,7 @@ class LayerCard:
 class ModelCard:
     """All that a planner needs to know of a model."""
 
-    model_id: ModelId
+    model_id: WireModelId
     digest: Annotated[str, sized(1, 128)]
     """Of the config and every tensor's bytes: equal digests run together, others never."""
     model_type: Annotated[str, sized(1, 64)]

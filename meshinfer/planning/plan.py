@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from meshinfer.base.bounds import at_least, finite, sized
-from meshinfer.base.ids import NodeId
 from meshinfer.base.units import format_bytes
+from meshinfer.base.wire_ids import WireNodeId
 from meshinfer.planning.prediction import Prediction
 from meshinfer.topology.placement import ChannelKind, Placement, Strategy
 
@@ -16,7 +16,7 @@ from meshinfer.topology.placement import ChannelKind, Placement, Strategy
 class SeatMemory:
     """What one seat takes of its node, and what the node has."""
 
-    node_id: NodeId
+    node_id: WireNodeId
     weight_bytes: Annotated[int, at_least(0)]
     cache_bytes: Annotated[int, at_least(0)]
     activation_bytes: Annotated[int, at_least(0)]
@@ -59,7 +59,7 @@ class Refusal:
 
     strategy: Strategy
     channel: ChannelKind
-    nodes: Annotated[tuple[NodeId, ...], sized(0, 256)]
+    nodes: Annotated[tuple[WireNodeId, ...], sized(0, 256)]
     constraint: Annotated[str, sized(0, 64)]
     """What binds: `memory`, `cut`, `model`, `context`, `nodes`, `layers`, `tensor`, `build`."""
     explanation: Annotated[str, sized(0, 2048)]
@@ -75,7 +75,7 @@ class Refusal:
 class Declined:
     """A node that may take part, and would only slow the choice."""
 
-    node_id: NodeId
+    node_id: WireNodeId
     with_it: Annotated[float, finite(0)]
     without_it: Annotated[float, finite(0)]
     """Seconds of the objective: of a request, or of a full house."""

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from meshinfer.base.bounds import between, finite, sized
 from meshinfer.base.ids import NodeId
+from meshinfer.base.wire_ids import WireNodeId
 from meshinfer.planning import cost
 from meshinfer.planning.cost import ModelWork, Stage
 from meshinfer.planning.measured import LinkRates, NodeRates
@@ -27,7 +28,7 @@ Words = Annotated[str, sized(0, 256)]
 class StageTerms:
     """One stage: a decode step of one session, and a prefill chunk."""
 
-    nodes: Annotated[tuple[NodeId, ...], sized(1, 64)]
+    nodes: Annotated[tuple[WireNodeId, ...], sized(1, 64)]
     compute_seconds: Seconds
     link_seconds: Seconds
     """All-reduces within a tensor group."""
@@ -48,8 +49,8 @@ class StageTerms:
 class HopTerms:
     """One hop, of one session's activation or, the last one, its token."""
 
-    source: NodeId
-    target: NodeId
+    source: WireNodeId
+    target: WireNodeId
     seconds: Seconds
     chunk_seconds: Seconds
     """With a prefill chunk; 0 for the way back."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from meshinfer.base.bounds import between, sized
-from meshinfer.base.ids import NodeId
+from meshinfer.base.wire_ids import WireNodeId
 
 Objective = Literal["latency", "throughput", "fit"]
 
@@ -34,10 +34,10 @@ class Workload:
 class Constraints:
     """What the operator allows; empty means anything."""
 
-    nodes: Annotated[tuple[NodeId, ...], sized(0, 256)] = ()
+    nodes: Annotated[tuple[WireNodeId, ...], sized(0, 256)] = ()
     """Only these."""
-    exclude: Annotated[tuple[NodeId, ...], sized(0, 256)] = ()
-    layers: Annotated[tuple[tuple[NodeId, Annotated[int, between(1, 1024)]], ...], sized(0, 256)] = ()
+    exclude: Annotated[tuple[WireNodeId, ...], sized(0, 256)] = ()
+    layers: Annotated[tuple[tuple[WireNodeId, Annotated[int, between(1, 1024)]], ...], sized(0, 256)] = ()
     """These nodes take part, with so many layers each."""
-    memory_limits: Annotated[tuple[tuple[NodeId, Annotated[int, between(0, 2**63 - 1)]], ...], sized(0, 256)] = ()
+    memory_limits: Annotated[tuple[tuple[WireNodeId, Annotated[int, between(0, 2**63 - 1)]], ...], sized(0, 256)] = ()
     """Bytes that runners may use in all on a node, where that is less than its card says."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from meshinfer.base.bounds import between, finite, sized
-from meshinfer.base.ids import InstanceId, ModelId, NodeId, PlacementId
+from meshinfer.base.wire_ids import WireInstanceId, WireModelId, WireNodeId, WirePlacementId
 from meshinfer.topology.coordinate import Coordinate
 from meshinfer.topology.placement import Placement
 from meshinfer.topology.speed import NodeSpeed
@@ -33,9 +33,9 @@ epoch. failed: it cannot go on, `error` says why; it is about to be forgotten.""
 class SeatReport:
     """One seat that the node holds, as it is now."""
 
-    instance_id: InstanceId
+    instance_id: WireInstanceId
     epoch: Count
-    placement_id: PlacementId
+    placement_id: WirePlacementId
     seat_index: Count
     state: SeatState
     progress: Annotated[float, between(0, 1)] = 0.0
@@ -55,7 +55,7 @@ class SeatReport:
 class HeldModel:
     """A model whose files lie complete and verified in the node's store."""
 
-    model_id: ModelId
+    model_id: WireModelId
     digest: ShortText
     file_bytes: Count
 
@@ -73,7 +73,7 @@ class KindSpeed:
 class NodeCard:
     """All that a node says of itself."""
 
-    node_id: NodeId
+    node_id: WireNodeId
     incarnation: Count
     version: Count
     name: ShortText

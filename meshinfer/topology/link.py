@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from meshinfer.base.bounds import between, finite
-from meshinfer.base.ids import NodeId
+from meshinfer.base.wire_ids import WireNodeId
 from meshinfer.topology.speed import LinkSpeed
 
 CHANNEL_PROBE_BYTES = 4096
@@ -29,8 +29,8 @@ def off_the_wire(rtt_seconds: float, bandwidth_bytes_per_second: float) -> float
 class Link:
     """`source` → `target`, as `source` measured it."""
 
-    source: NodeId
-    target: NodeId
+    source: WireNodeId
+    target: WireNodeId
     rtt_seconds: Annotated[float, between(0, 3600)]
     """Smoothed round trip of a small message on an open stream."""
     jitter_seconds: Annotated[float, between(0, 3600)] = 0.0

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 
 from meshinfer.base.bounds import between, sized
 from meshinfer.base.errors import BadInput
-from meshinfer.base.ids import ModelId, NodeId, PlacementId, digest_hex
+from meshinfer.base.ids import NodeId, PlacementId, digest_hex
+from meshinfer.base.wire_ids import WireModelId, WireNodeId
 
 Strategy = Literal["pipeline", "tensor", "hybrid"]
 ChannelKind = Literal["libp2p", "mlx-ring", "mlx-jaccl"]
@@ -25,7 +26,7 @@ LayerIndex = Annotated[int, between(0, 1024)]
 class Seat:
     """One node's place: the layers `[start, end)`, and its rank in the stage's tensor group."""
 
-    node_id: NodeId
+    node_id: WireNodeId
     start: LayerIndex
     end: LayerIndex
     rank: Annotated[int, between(0, 63)] = 0
@@ -40,7 +41,7 @@ class Seat:
 class Placement:
     """Which seats hold what, for how long a context and how many sessions at once."""
 
-    model_id: ModelId
+    model_id: WireModelId
     model_digest: Annotated[str, sized(1, 128)]
     layer_count: LayerIndex
     strategy: Strategy

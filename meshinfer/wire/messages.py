@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from meshinfer.base.bounds import at_least, between, finite, sized
-from meshinfer.base.ids import InstanceId, ModelId, NodeId, PlacementId
+from meshinfer.base.wire_ids import WireInstanceId, WireModelId, WireNodeId, WirePlacementId
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Refusal
 from meshinfer.planning.workload import Constraints, Workload
-from meshinfer.topology.card import NodeCard
+from meshinfer.topology.card import Count, NodeCard
 from meshinfer.topology.link import Link
 from meshinfer.topology.placement import Placement
 
@@ -28,8 +28,8 @@ Seconds = Annotated[float, between(0, 86400)]
 class Suspicion:
     """The author does not reach `node`. A card of `node` above this incarnation was made after that, and refutes it."""
 
-    node: NodeId
-    incarnation: Annotated[int, between(0, 2**63 - 1)]
+    node: WireNodeId
+    incarnation: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Announcement:
 class SignedAnnouncement:
     """An encoded `Announcement` with its author's signature, so that others may pass it on but not change it."""
 
-    author: NodeId
+    author: WireNodeId
     payload: Annotated[bytes, sized(1, 64 * 1024)]
     signature: Annotated[bytes, sized(1, 256)]
 
@@ -57,7 +57,7 @@ PULL_VIEW = "view/1"
 class PullView:
     """Asks for every announcement that the peer holds and that is newer than what `known` lists."""
 
-    known: Annotated[tuple[tuple[NodeId, int, int], ...], sized(0, 2048)]
+    known: Annotated[tuple[tuple[WireNodeId, Count, Count], ...], sized(0, 2048)]
     """(node, incarnation, version)."""
 
 
@@ -78,7 +78,7 @@ PING_FOR_ME = "ping-req/1"
 class PingForMe:
     """SWIM's indirect probe: does `target` answer you? It does not answer me."""
 
-    target: NodeId
+    target: WireNodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ PLACE = "place/1"
 class Place:
     """Origin → elected planner: see to it that an instance of this model exists."""
 
-    model_id: ModelId
+    model_id: WireModelId
     workload: Workload
     constraints: Constraints
     placement: Placement | None = None
@@ -108,7 +108,7 @@ class Place:
 class Placed:
     """The instance that is there now or is being loaded."""
 
-    instance_id: InstanceId
+    instance_id: WireInstanceId
     epoch: Epoch
     placement: Placement
     refusals: Annotated[tuple[Refusal, ...], sized(0, 64)] = ()
@@ -121,7 +121,7 @@ LEASE = "lease/1"
 class Lease:
     """Planner → seat: promise this much memory to this seat, for a short while."""
 
-    instance_id: InstanceId
+    instance_id: WireInstanceId
     epoch: Epoch
     placement: Placement
     seat_index: Annotated[int, between(0, 255)]
@@ -148,9 +148,9 @@ RELEASE = "release/1"
 class SeatRef:
     """Commit (load it now) or release (free it now) whatever this node holds of the instance's epoch."""
 
-    instance_id: InstanceId
+    instance_id: WireInstanceId
     epoch: Epoch
-    placement_id: PlacementId
+    placement_id: WirePlacementId
     reason: Annotated[str, sized(0, 256)] = ""
 
 
@@ -172,7 +172,7 @@ ChannelRole = Literal["activations", "samples", "origin"]
 class OpenChannel:
     """The dialling side's agent → the accepting side's agent: let my runner (or me) in."""
 
-    instance_id: InstanceId
+    instance_id: WireInstanceId
     epoch: Epoch
     from_seat: Annotated[int, between(-1, 255)]
     """−1: not a seat but an origin."""
@@ -237,7 +237,7 @@ LINKS_WANTED = "links-wanted/1"
 class LinksWanted:
     """A planner → one of its candidates: measure your way to these nodes, if you have not yet."""
 
-    targets: Annotated[tuple[NodeId, ...], sized(1, 16)]
+    targets: Annotated[tuple[WireNodeId, ...], sized(1, 16)]
 
 
 # --- models -------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ MODEL_CHUNK = "model-chunk/1"
 
 @dataclass(frozen=True, slots=True)
 class ModelInfoRequest:
-    model_id: ModelId
+    model_id: WireModelId
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ class ModelInfo:
 class ModelChunkRequest:
     """A range of one file of a model."""
 
-    model_id: ModelId
+    model_id: WireModelId
     digest: Annotated[str, sized(1, 128)]
     name: Annotated[str, sized(1, 200)]
     offset: Annotated[int, between(0, 2**53)]

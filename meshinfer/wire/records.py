@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from meshinfer.base.bounds import at_least, between, sized
-from meshinfer.base.ids import InstanceId, SessionId
+from meshinfer.base.wire_ids import WireInstanceId, WireSessionId
 from meshinfer.wire.codec import Registry
 
 TokenId = Annotated[int, between(0, 2**31 - 1)]
 Position = Annotated[int, between(0, 2**31 - 1)]
+
+LOWEST_LOGPROB = -9999.0
+"""The OpenAI API's own word for impossible (−∞): JSON has none, and no token that is possible comes near it."""
+Logprob = Annotated[float, between(LOWEST_LOGPROB, 1)]
+"""At most 0 but for rounding; never infinite and never NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,8 @@ class Sampling:
 class OpenSession:
     """Origin → head (which passes what it must to the last stage): run this."""
 
-    session_id: SessionId
-    instance_id: InstanceId
+    session_id: WireSessionId
+    instance_id: WireInstanceId
     epoch: Annotated[int, between(0, 2**32 - 1)]
     token_ids: Annotated[tuple[TokenId, ...], sized(1, 2**22)]
     """Prompt, and on a resume the tokens emitted so far."""
@@ -61,14 +66,14 @@ class OpenSession:
 class CancelSession:
     """Origin → head: nobody waits for it any more; every stage frees it."""
 
-    session_id: SessionId
+    session_id: WireSessionId
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """Head → origin: prompt tokens done so far; a sign of life during a long prefill."""
 
-    session_id: SessionId
+    session_id: WireSessionId
     tokens: Position
     total: Position
 
@@ -77,21 +82,21 @@ class Prefilled:
 class Token:
     """Last stage → origin: one sampled token."""
 
-    session_id: SessionId
+    session_id: WireSessionId
     index: Position
     """Of the emitted tokens, from 0; the origin drops what it has and notices what is missing."""
     token_id: TokenId
     finish: Literal["", "stop", "length"]
     """stop: it is one of `stop_token_ids`. length: `max_new_tokens` are out."""
-    logprob: float | None = None
-    top_logprobs: Annotated[tuple[tuple[TokenId, float], ...], sized(0, 20)] = ()
+    logprob: Logprob | None = None
+    top_logprobs: Annotated[tuple[tuple[TokenId, Logprob], ...], sized(0, 20)] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFailed:
     """Head or last stage → origin: it ends here."""
 
-    session_id: SessionId
+    session_id: WireSessionId
     code: Annotated[str, sized(1, 32)]
     what: Annotated[str, sized(0, 2048)]
 

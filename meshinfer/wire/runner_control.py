@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from meshinfer.base.bounds import at_least, between, sized
-from meshinfer.base.ids import InstanceId
+from meshinfer.base.bounds import at_least, between, finite, sized
+from meshinfer.base.wire_ids import WireInstanceId
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import Registry
 from meshinfer.wire.messages import ChannelOffer, ChannelRole
@@ -23,7 +23,7 @@ class LoadSeat:
     """First message: what to be."""
 
     model_path: Annotated[str, sized(1, 4096)]
-    instance_id: InstanceId
+    instance_id: WireInstanceId
     epoch: Annotated[int, between(0, 2**32 - 1)]
     placement: Placement
     seat_index: Annotated[int, between(0, 255)]
@@ -98,7 +98,7 @@ class Loaded:
     """As the engine counts it."""
     resident_bytes: Annotated[int, at_least(0)]
     """As the kernel counts it (RSS)."""
-    seconds: Annotated[float, at_least(0)]
+    seconds: Annotated[float, finite(0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Heartbeat:
     """Twice a second, and it means progress: the MLX thread writes `steps`, not the thread that sends this."""
 
     steps: Annotated[int, at_least(0)]
-    busy_seconds: Annotated[float, at_least(0)]
+    busy_seconds: Annotated[float, finite(0)]
     """How long the current step has been running; 0 when idle."""
     sessions: Annotated[int, at_least(0)]
     waiting: Annotated[int, at_least(0)]
@@ -119,7 +119,7 @@ class Heartbeat:
     active_bytes: Annotated[int, at_least(0)]
     cache_bytes: Annotated[int, at_least(0)]
     resident_bytes: Annotated[int, at_least(0)]
-    step_seconds: Annotated[float, at_least(0)]
+    step_seconds: Annotated[float, finite(0)]
     """Smoothed decode step of this stage alone."""
     tokens: Annotated[int, at_least(0)]
     """Tokens sampled since start (last stage)."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from meshinfer.base.bounds import at_least, between, sized
-from meshinfer.base.ids import SessionId
+from meshinfer.base.wire_ids import WireSessionId
 from meshinfer.wire.records import Position, Sampling, TokenId
 
 CacheNumber = Annotated[int, between(0, 2**53)]
@@ -59,7 +59,7 @@ class SessionStart:
     """What the last stage must know of a session to sample for it and to say when it ends."""
 
     number: SessionNumber
-    session_id: SessionId
+    session_id: WireSessionId
     origin: Annotated[str, sized(1, 128)]
     """Fingerprint of the certificate of the origin's channel, on the head as on the last stage."""
     prompt_tokens: Annotated[int, at_least(1)]

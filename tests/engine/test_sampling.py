@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshinfer.base.errors import BadInput, MeshinferError
 from meshinfer.engine.sampling import Draw, draw_tokens, remembers
-from meshinfer.wire.records import Sampling
+from meshinfer.wire.records import LOWEST_LOGPROB, Sampling
 
 SIZE = 50
 GREEDY = Sampling(seed=0, temperature=0.0)
@@ -132,6 +132,12 @@ def test_a_bias_is_added_and_can_forbid() -> None:
     assert draw_tokens(logits[None], [Draw(replace(GREEDY, logit_bias=((0, -100.0),)), 0)])[0].token_id == 1
     found = logprobs_under(replace(GREEDY, logit_bias=((2, 2.0),)), logits)
     assert found[2] == pytest.approx(found[0], abs=1e-6)
+
+
+def test_what_is_impossible_has_the_least_logprob_that_can_be_told() -> None:
+    logits = mx.array([[0.0, -math.inf, -1.0]])
+    (drawn,) = draw_tokens(logits, [Draw(replace(GREEDY, top_logprobs=3), 0)])
+    assert drawn.top_logprobs[-1] == (1, LOWEST_LOGPROB)
 
 
 def test_logprobs_are_sorted_and_of_the_row_before_the_temperature() -> None:
