@@ -47,5 +47,5 @@ def test_a_home_that_cannot_be_looked_into_is_named(tmp_path: Path) -> None:
 
 def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match="cannot be used.*--home"):
+    with pytest.raises(BadInput, match=r"cannot be used.*--home"):
         make_home(tmp_path / "file" / "home")
