@@ -177,6 +177,7 @@ def _make_serving(
         open_channel=open_channel,
         origin_certificate_der=certificate.der,
         best_host=mesh.best_host,
+        want_links=mesh.want_links,
         frame_arrived=mesh.frame_arrived,
     )
     serving = Serving.of(ports)

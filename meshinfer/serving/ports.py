@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -68,6 +68,8 @@ class Ports:
     """What this node shows when it dials runners as an origin."""
     best_host: Callable[[NodeId], str | None] | None = None
     """Where runners should dial that node's, as both ends have agreed; None: at the connection's address."""
+    want_links: Callable[[Iterable[tuple[NodeId, NodeId]]], None] | None = None
+    """Candidates go over these pairs: those that only coordinates tell of are measured soon."""
     frame_arrived: Callable[[NodeId, int, float], None] | None = None
     """A runner here received so many bytes of a large frame from that node's in that many seconds."""
 

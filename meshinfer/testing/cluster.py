@@ -267,6 +267,7 @@ class Cluster:
             open_channel=self.fabric.open_channel(transport.node_id),
             origin_certificate_der=b"origin",
             best_host=mesh.best_host,
+            want_links=mesh.want_links,
             frame_arrived=mesh.frame_arrived,
         )
         return Serving.of(ports)
