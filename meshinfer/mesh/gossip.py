@@ -10,6 +10,10 @@ Two ways, since either alone is not enough:
   one neighbour, picked at random. That repairs whatever push lost. A neighbour that is alive but has
   not been heard for three periods is asked directly, so a mesh lives on, slower, with push broken.
 
+What a node pays does not grow with the mesh, but for what really happens in it: beyond a full mesh each node repeats
+itself rarer by as much as there are more of them (`neighbours.rarity`), and figures that only drifted wait for that;
+and two large views are compared by digests before anything is listed. News of substance is as quick in any mesh.
+
 Everything heard is checked (`announcement.check`) before it is believed, and passed on only as its
 author signed it.
 """
@@ -17,6 +21,7 @@ author signed it.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -28,23 +33,34 @@ from meshinfer.base.errors import MeshinferError, ProtocolError
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.announcement import Heard, check, sign
 from meshinfer.mesh.changes import Changes
+from meshinfer.mesh.neighbours import FULL_MESH_NODES, rarity
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.mesh.view import MergeResult, View
 from meshinfer.topology.link import Link
 from meshinfer.transport.base import MAX_CALL_BYTES, MAX_GOSSIP_BYTES, Transport
 from meshinfer.wire.codec import decode, encode
-from meshinfer.wire.messages import PULL_VIEW, PullView, SignedAnnouncement, ViewPulled
+from meshinfer.wire.messages import (
+    PULL_VIEW,
+    VIEW_DIGESTS,
+    PullView,
+    SignedAnnouncement,
+    ViewDigests,
+    ViewPulled,
+)
 
 log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 2.0
-"""Between announcements when nothing changes. Halving it doubles idle gossip; views converge in two periods."""
+"""Between announcements when nothing changes, in a full mesh. Halving it doubles idle gossip; views converge in two
+periods."""
 COALESCE_SECONDS = 0.05
 """How long a change waits for others to travel with it."""
+LINK_NEWS_SECONDS = 1.0
+"""… news of links beyond a full mesh: a node that starts learns of a dozen within a second, and all would hear of each."""
 BURST = 6
 """Announcements at `COALESCE_SECONDS` apart before a node is held to …"""
 SUSTAINED_SECONDS = 0.5
-"""… one in this time. Placing a model changes a card about five times."""
+"""… one in this time, in a full mesh. Placing a model changes a card about five times."""
 MAX_CLAIMED_AHEAD = 1000
 """Starts. Who claims that ours is further ahead has no signature to show for it, and numbers must not run out."""
 PULL_PERIOD_SECONDS = 10.0
@@ -52,6 +68,8 @@ PULL_PERIOD_SECONDS = 10.0
 PULL_DEADLINE_SECONDS = 3.0
 PULL_ROUNDS = 64
 """Rounds of one pull: at 200 KiB each, more than a view can hold."""
+DIGESTS_FROM_NODES = 32
+"""Smaller views are listed at once (2 KiB): digests would cost one round trip more when two nodes meet."""
 PULL_WORKERS = 4
 """So that a neighbour that does not answer holds up three others by nothing."""
 PULLS_WAITING = 64
@@ -108,6 +126,8 @@ class Gossip:
         self._links, self._suspects = links, suspects
         self._neighbours, self._on_merge, self._rng = neighbours, on_merge, rng
         self._wanted = Changes()
+        self._soon, self._urgent = trio.Event(), trio.Event()
+        """Set while such news waits to be announced."""
         self._asking: set[NodeId] = set()
         """Peers that a worker asks now or that wait for one."""
         self._send_ask, self._receive_ask = trio.open_memory_channel[NodeId](PULLS_WAITING)
@@ -115,6 +135,7 @@ class Gossip:
         self._accepted = self._stale = self._refused = 0
         self._pulls = self._pulls_failed = 0
         transport.serve(PULL_VIEW, self._answer_pull)
+        transport.serve(VIEW_DIGESTS, self._answer_digests)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -124,9 +145,21 @@ class Gossip:
                 nursery.start_soon(self._pull_as_asked, name="pull")
             task_status.started()
 
-    def wake(self) -> None:
-        """The own card or the links have changed: say so soon."""
+    def wake(self, *, urgent: bool = False) -> None:
+        """The own card has changed: say so soon. `urgent`: who lives has, so it is not held back more in a large mesh."""
+        self._soon.set()
+        if urgent:
+            self._urgent.set()
         self._wanted.notify()
+
+    def link_told(self) -> None:
+        """Something is known of a link for the first time: say so soon; in a large mesh, with what follows it."""
+        self._wanted.notify()
+
+    def drifted(self) -> None:
+        """Figures of links have moved: a large mesh hears of it with the next announcement."""
+        if self._view.count <= FULL_MESH_NODES:
+            self._wanted.notify()
 
     def ask(self, peer: NodeId) -> None:
         """Pull from `peer` soon. Too many at once are dropped; the periodic pull makes up for it."""
@@ -181,14 +214,26 @@ class Gossip:
     async def _publish_often(self) -> None:
         watch = self._wanted.watch()
         credit, credited = float(BURST), trio.current_time()
+        published = -math.inf
         while True:
-            with trio.move_on_after(PERIOD_SECONDS):
+            with trio.move_on_after(PERIOD_SECONDS) as silence:
                 await watch.changed()
-            now = trio.current_time()
-            credit, credited = min(BURST, credit + (now - credited) / SUSTAINED_SECONDS), now
-            await trio.sleep(COALESCE_SECONDS if credit >= 1 else SUSTAINED_SECONDS)
+            now, rare = trio.current_time(), rarity(self._view.count)
+            if silence.cancelled_caught and now < published + PERIOD_SECONDS * rare:
+                continue
+            credit, credited = min(BURST, credit + (now - credited) / (SUSTAINED_SECONDS * rare)), now
+            if credit >= 1:
+                with trio.move_on_after(LINK_NEWS_SECONDS if rare > 1 else 0):
+                    await self._soon.wait()
+                await trio.sleep(COALESCE_SECONDS)
+            else:
+                with trio.move_on_after(SUSTAINED_SECONDS * (rare - 1)):
+                    await self._urgent.wait()
+                await trio.sleep(SUSTAINED_SECONDS)
             watch = self._wanted.watch()  # what changed while this slept travels now
+            self._soon, self._urgent = trio.Event(), trio.Event()
             credit -= 1
+            published = trio.current_time()
             await self.publish()
 
     # --- pull -----------------------------------------------------------------------------------
@@ -199,7 +244,8 @@ class Gossip:
             await trio.sleep(PERIOD_SECONDS)
             now = trio.current_time()
             neighbours = sorted(self._neighbours())
-            silent = [peer for peer in neighbours if self._view.age_seconds(peer, now) > 3 * PERIOD_SECONDS]
+            long_ago = 3 * PERIOD_SECONDS * rarity(self._view.count)
+            silent = [peer for peer in neighbours if self._view.age_seconds(peer, now) > long_ago]
             if silent:
                 self.ask(self._rng.choice(silent))
             if neighbours and now >= next_pull:
@@ -218,8 +264,15 @@ class Gossip:
                 self._asking.discard(peer)
 
     async def _pull(self, peer: NodeId) -> None:
+        slices: tuple[int, ...] = ()
+        if self._view.count >= DIGESTS_FROM_NODES:
+            answer = await self._transport.call(peer, VIEW_DIGESTS, b"", PULL_DEADLINE_SECONDS)
+            pairs = zip(self._view.digests(), decode(ViewDigests, answer).digests, strict=False)
+            slices = tuple(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
+            if not slices:
+                return
         for _ in range(PULL_ROUNDS):
-            request = encode(PullView(self._view.known()))
+            request = encode(PullView(self._view.known(slices), slices))
             answer = await self._transport.call(peer, PULL_VIEW, request, PULL_DEADLINE_SECONDS)
             pulled = decode(ViewPulled, answer)
             taken = 0
@@ -229,8 +282,12 @@ class Gossip:
             if not pulled.more or not taken:
                 return
 
+    async def _answer_digests(self, _caller: NodeId, _payload: bytes) -> bytes:
+        return encode(ViewDigests(self._view.digests()))
+
     async def _answer_pull(self, _caller: NodeId, payload: bytes) -> bytes:
-        known = decode(PullView, payload).known
+        asked = decode(PullView, payload)
+        known = asked.known
         order = self._own_card.card.order
         for node, incarnation, version in known:
             is_ahead = node == self._transport.node_id and (incarnation, version) > order
@@ -240,7 +297,7 @@ class Gossip:
         chosen: list[SignedAnnouncement] = []
         size = 0
         more = False
-        for heard in self._view.newer_than(known):
+        for heard in self._view.newer_than(known, asked.slices):
             size += heard.size_bytes + OVERHEAD_BYTES
             if size > ANSWER_BYTES and chosen:
                 more = True

@@ -158,6 +158,7 @@ class LinkProber:
         ping_seconds: Callable[[NodeId], float],
         dial: Callable[[NodeId], None],
         on_change: Callable[[], None],
+        on_drift: Callable[[], None],
         bytes_per_hour: int,
         rng: random.Random,
     ) -> None:
@@ -170,14 +171,16 @@ class LinkProber:
             members: neighbours that are alive, as far as this node itself can tell.
             ping_seconds: smoothed round trip of a small message to one of them; 0 if unknown.
             dial: begins to connect to a node.
-            on_change: what is announced of a link has changed.
+            on_change: something is announced of a link that was not known before.
+            on_drift: what was known has changed.
             bytes_per_hour: `Settings.probe_bytes_per_hour`.
             rng: spreads retries.
         """
         self._transport, self._channels, self._own_card = transport, channels, own_card
         self._own = transport.node_id
         self._topology, self._members, self._ping_seconds = topology, members, ping_seconds
-        self._dial, self._on_change, self._rng = dial, on_change, rng
+        self._dial, self._rng = dial, rng
+        self._on_change, self._on_drift = on_change, on_drift
         self._edges: dict[NodeId, _Edge] = {}
         """All and only members that are connected, or were a moment ago."""
         self._bytes_per_hour = bytes_per_hour
@@ -323,7 +326,7 @@ class LinkProber:
 
     def _judge(self, now: float) -> None:
         """What is announced follows the estimates; a degraded edge is told of once."""
-        changed = False
+        is_new = has_drifted = False
         for peer, edge in self._edges.items():
             path = edge.current
             edge.health.look(path.rtt.value, path.bandwidth_out.value, now)
@@ -345,9 +348,12 @@ class LinkProber:
                 degraded,
             )
             if now_said != edge.said:
-                edge.said, changed = now_said, True
-        if changed:
+                is_new |= any(after and not before for before, after in zip(edge.said, now_said, strict=True))
+                edge.said, has_drifted = now_said, True
+        if is_new:
             self._on_change()
+        elif has_drifted:
+            self._on_drift()
 
     def _place(self, topology: Topology, now: float) -> None:
         """Keep this node's coordinate, and announce it where there are pairs that nobody measures."""

@@ -370,7 +370,7 @@ class Mesh:
     def _on_ping(self, event: PingSent | PingAnswered) -> None:
         self._tell(event)
         if isinstance(event, PingAnswered) and all(event.node != link.target for link in self._view.own.links):
-            self._gossip.wake()  # a new link is measured: others learn through it that this neighbour lives
+            self._gossip.link_told()  # a new link is measured: others learn through it that this neighbour lives
 
     def _on_merge(self, heard: Heard, result: MergeResult) -> None:
         if result == "outbid":
@@ -424,7 +424,7 @@ class Mesh:
                     log.log(level, "%s %s: %s", self._called(node), _DEEDS[new], cause)
                     if new in ("dead", "distant", "left"):
                         self._prober.forget(node)
-                    self._gossip.wake()
+                    self._gossip.wake(urgent=True)
                     self._connector.look_again()
                     self._note()
                 case Redial(node):
@@ -482,7 +482,8 @@ class Mesh:
             members=self._membership.vouched,
             ping_seconds=self._prober.rtt_seconds,
             dial=self._connector.redial,
-            on_change=self._gossip.wake,
+            on_change=self._gossip.link_told,
+            on_drift=self._gossip.drifted,
             bytes_per_hour=self._settings.probe_bytes_per_hour,
             rng=rng,
         )

@@ -28,6 +28,10 @@ MAX_OUTBIDS = 4
 """A home restored from a backup needs one; one more for each part of a mesh that was apart meanwhile."""
 
 
+QUIET = frozenset({"load", "coordinate"})
+"""Fields that drift all the time and that nobody acts on at once: they travel with the next announcement."""
+
+
 class OwnCard:
     """This node's card as it is now."""
 
@@ -39,6 +43,7 @@ class OwnCard:
         self._path = home / "incarnation"
         self._card = replace(card, incarnation=self._raise_incarnation(0), version=1)
         self.changes = Changes()
+        """Of what others should hear soon."""
         self.outbids = 0
         """How often this start had to go above another one."""
 
@@ -62,8 +67,10 @@ class OwnCard:
                 expected=f"at most {MAX_CARD_BYTES}",
                 do="free seats or remove models here, or use another node",
             )
+        is_news = any(getattr(changed, name) != getattr(self._card, name) for name in changes.keys() - QUIET)
         self._card = replace(changed, version=self._card.version + 1)
-        self.changes.notify()
+        if is_news:
+            self.changes.notify()
         return self._card
 
     def next_version(self) -> NodeCard:

@@ -9,6 +9,10 @@ whatever was lost, repeated or reordered on the way.
 that has expired leaves its number behind, so that a neighbour who still holds it cannot bring
 it back to life; only a newer one can. Nobody's wall clock is compared with anybody's.
 
+*Comparing.* Two large views that agree need not list themselves to each other to find that out. Nodes fall into
+`SLICES` by a hash of their id, and two nodes compare a digest of each slice's numbers; only what is in slices that
+differ is listed.
+
 *One writer.* Nothing heard changes our own announcement. A higher number of ours than we remember
 (a home directory restored from a backup) is reported, so that the driver outbids it.
 
@@ -20,18 +24,26 @@ from everyone's view: failures travel as links, of which each still has exactly 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.announcement import Heard
+from meshinfer.mesh.neighbours import rarity
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 
 MergeResult = Literal["new", "changed", "refreshed", "stale", "outbid", "full"]
 """new, changed: a reader of topologies cares. refreshed: a sign of life, the same in substance. stale: nothing
 taken. outbid: it is of this node itself, and above our own number. full: no room for another node."""
+
+SLICES = 64
+"""Of a view: 16 nodes each in a mesh of a thousand. Twice as many double what is sent to find that nothing differs (0.5
+KiB) and halve what is listed for one that does (1 KiB)."""
+SLICE_DIGEST_BYTES = 8
 
 Order = tuple[int, int]
 """(incarnation, version)."""
@@ -42,7 +54,8 @@ class Bounds:
     """How much of others' words is kept, and for how long."""
 
     lifetime_seconds: float = 15.0
-    """Of an announcement since it was received: seven periods. Raising it keeps nodes that only rumour knows."""
+    """Of an announcement since it was received: seven periods, in a large mesh, too, where they are longer
+    (`neighbours.rarity`). Raising it keeps nodes that only rumour knows."""
     doubt_seconds: float = 3.0
     """Links to a node that our own membership holds dead count only in announcements received this long after the
     verdict: everyone is promised to notice a death within it, so what still names the node then knows better."""
@@ -126,6 +139,11 @@ class View:
         entry = self._entries.get(node)
         return entry.heard if entry else None
 
+    @property
+    def count(self) -> int:
+        """How many are held, with this node."""
+        return len(self._entries) + 1
+
     def nodes(self) -> frozenset[NodeId]:
         """Everyone held, alive or not, and this node."""
         return frozenset(self._entries) | {self._own.author}
@@ -135,21 +153,37 @@ class View:
         entry = self._entries.get(node)
         return now - entry.received if entry else float("inf")
 
-    def known(self) -> tuple[tuple[NodeId, int, int], ...]:
-        """Every number held or remembered, at most `max_nodes`: what a peer need not send again."""
+    def known(self, slices: Collection[int] = ()) -> tuple[tuple[NodeId, int, int], ...]:
+        """Every number held or remembered, at most `max_nodes`: what a peer need not send again.
+
+        `slices`: of nodes in these only; empty: of all.
+        """
         orders = {node: entry.heard.card.order for node, entry in self._entries.items()}
         orders[self._own.author] = self._own.card.order
         for node, (order, _) in self._expired.items():
             if len(orders) >= self._bounds.max_nodes:
                 break
             orders[node] = order
-        return tuple((node, *order) for node, order in sorted(orders.items()))[: self._bounds.max_nodes]
+        listed = ((node, *order) for node, order in sorted(orders.items()) if not slices or slice_of(node) in slices)
+        return tuple(listed)[: self._bounds.max_nodes]
 
-    def newer_than(self, known: Iterable[tuple[NodeId, int, int]]) -> list[Heard]:
-        """What a peer that has `known` lacks; our own first, then by id."""
+    def digests(self) -> tuple[bytes, ...]:
+        """Of each slice's numbers: equal where two views know the same."""
+        hashes = [hashlib.blake2b(digest_size=SLICE_DIGEST_BYTES) for _ in range(SLICES)]
+        for node, incarnation, version in self.known():
+            hashes[slice_of(node)].update(f"{node} {incarnation} {version} ".encode())
+        return tuple(each.digest() for each in hashes)
+
+    def newer_than(self, known: Iterable[tuple[NodeId, int, int]], slices: Collection[int] = ()) -> list[Heard]:
+        """What a peer that has `known` lacks (of nodes in `slices`, if any are named); our own first, then by id."""
         theirs = {node: (incarnation, version) for node, incarnation, version in known}
         held = [self._own, *(self._entries[node].heard for node in sorted(self._entries))]
-        return [heard for heard in held if heard.card.order > theirs.get(heard.author, (-1, -1))]
+        return [
+            heard
+            for heard in held
+            if heard.card.order > theirs.get(heard.author, (-1, -1))
+            and (not slices or slice_of(heard.author) in slices)
+        ]
 
     def live(self, neighbours: Collection[NodeId], doubted: Mapping[NodeId, float], now: float) -> frozenset[NodeId]:
         """Everyone alive who has a card here, and this node.
@@ -192,7 +226,7 @@ class View:
     # --- inside ---------------------------------------------------------------------------------
 
     def _is_past(self, entry: _Entry, now: float) -> bool:
-        return now - entry.received >= self._bounds.lifetime_seconds
+        return now - entry.received >= self._bounds.lifetime_seconds * rarity(self.count)
 
     def _drop(self, node: NodeId, now: float) -> None:
         entry = self._entries.pop(node)
@@ -212,6 +246,11 @@ class View:
         nodes = len(self._entries) + 1 + (old is None)
         size = self._bytes + heard.size_bytes - (old.heard.size_bytes if old else 0)
         return nodes <= self._bounds.max_nodes and size <= self._bounds.max_bytes
+
+
+@functools.lru_cache(maxsize=8192)
+def slice_of(node: NodeId) -> int:
+    return hashlib.blake2b(node.encode(), digest_size=1).digest()[0] % SLICES
 
 
 def _rank(heard: Heard) -> tuple[Order, bytes]:

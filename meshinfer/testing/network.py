@@ -26,7 +26,7 @@ import hashlib
 import hmac
 import logging
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 GOSSIP_QUEUE = 256
 EVENT_QUEUE = GOSSIP_QUEUE + 1200
 HANDLERS_PER_PEER = 16
+GOSSIP = "gossip"
+"""Its kind, where traffic is counted."""
 
 
 @dataclass(eq=False)
@@ -88,6 +90,10 @@ class SimNetwork:
         self.rng = rng or random.Random(0)  # noqa: S311 - a simulation replays
         self.gossip_loss = gossip_loss
         """Share of gossip deliveries that are lost. Raising it makes views wait for the next period or a pull."""
+        self.received_bytes: Counter[tuple[NodeId, str]] = Counter()
+        """Payloads that arrived, by node and kind: a call's method (requests and answers), or `GOSSIP`, each message
+        once, without the copies that a real overlay makes."""
+        self.received_messages: Counter[tuple[NodeId, str]] = Counter()
         self.failures: list[Exception] = []
         """Errors in handlers that were no MeshinferError: bugs, for a test to look at."""
         self.latency_seconds = latency_seconds
@@ -164,6 +170,10 @@ class SimNetwork:
         """Wait until something gets from `source` to `target`."""
         while not self.passes(source, target):
             await self._held.park()
+
+    def arrived(self, node: NodeId, kind: str, payload: bytes) -> None:
+        self.received_bytes[node, kind] += len(payload)
+        self.received_messages[node, kind] += 1
 
     def seal(self, author: NodeId, payload: bytes) -> bytes:
         return hmac.digest(self._secret, author.encode(errors="surrogatepass") + b"\0" + payload, hashlib.sha256)
@@ -401,11 +411,13 @@ class SimTransport:
             self._gossip_dropped += 1
             return
         self._gossip_received += 1
+        self.network.arrived(self._node_id, GOSSIP, payload)
         self._send_event.send_nowait(GossipReceived(author, payload))
 
     async def _serve(self, caller: NodeId, method: str, payload: bytes, call: _Call) -> None:
         """The callee's side of one call. A caller that has gone away does not cancel it."""
         await self.network.carry(caller, self._node_id)
+        self.network.arrived(self._node_id, method, payload)
         error: MeshinferError | None = None
         answer = b""
         async with self._slots[caller]:
@@ -419,6 +431,7 @@ class SimTransport:
                 self.network.failures.append(bug)
                 error = MeshinferError(f"{method} failed in node {self._node_id}")
         await self.network.carry(self._node_id, caller)
+        self.network.arrived(caller, method, answer)
         call.settle(answer, error)
 
     async def _answer(self, caller: NodeId, method: str, payload: bytes) -> bytes:

@@ -321,6 +321,7 @@ class Probers:
                 ping_seconds=lambda _node: 0.0,
                 dial=partial(self._dial, transport),
                 on_change=lambda: None,
+                on_drift=lambda: None,
                 bytes_per_hour=PROBE_BYTES_PER_HOUR,
                 rng=self.network.rng,
             )

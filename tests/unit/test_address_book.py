@@ -244,10 +244,12 @@ def test_each_start_has_a_higher_incarnation_and_each_change_a_higher_version(tm
     assert (first.card.incarnation, second.card.incarnation) == (1, 2)
     assert second.card.order > first.card.order
     before = second.card
-    assert second.update(load=2.0).order > before.order
+    assert second.update(api_url="http://a").order > before.order
     assert second.changes.count == 1
-    second.update(load=2.0)
+    second.update(api_url="http://a")
     assert second.changes.count == 1, "nothing changed"
+    assert second.update(load=2.0).version == before.version + 2
+    assert second.changes.count == 1, "what drifts travels with the next announcement"
     second.outbid(7)
     assert second.card.incarnation == 8
     assert OwnCard(node_card("a"), tmp_path).card.incarnation == 9

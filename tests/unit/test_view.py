@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from meshinfer.base.errors import ProtocolError
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.announcement import Heard, check, sign
-from meshinfer.mesh.view import Bounds, View
+from meshinfer.mesh.neighbours import FULL_MESH_NODES
+from meshinfer.mesh.view import Bounds, View, slice_of
 from meshinfer.testing.cards import node_card
 from meshinfer.topology.link import Link
 from meshinfer.wire.codec import encode
@@ -72,6 +73,27 @@ def test_one_pull_makes_views_equal(ours: list[Heard], theirs: list[Heard]) -> N
         assert held is not None
         assert held.card.order >= heard.card.order
     assert [heard.author for heard in other.newer_than(one.known()) if heard.author != "me"] == []
+
+
+@given(st.lists(announcements, max_size=12), st.lists(announcements, max_size=12))
+def test_what_differs_is_in_slices_whose_digests_differ(ours: list[Heard], theirs: list[Heard]) -> None:
+    one, other = view_of(*ours), view_of(*theirs)
+    differ = {i for i, (here, there) in enumerate(zip(one.digests(), other.digests(), strict=True)) if here != there}
+    whole = [heard.author for heard in other.newer_than(one.known())]
+    assert {slice_of(author) for author in whole} <= differ
+    if differ:
+        assert [heard.author for heard in other.newer_than(one.known(differ), differ)] == whole
+
+
+def test_a_large_mesh_remembers_longer_since_each_repeats_itself_rarer() -> None:
+    bounds = Bounds()
+    small, large = view_of(), view_of()
+    small.merge(said("a"), 0)
+    for index in range(2 * FULL_MESH_NODES - 1):
+        large.merge(said(f"n{index}"), 0)
+    assert small.expire(1.9 * bounds.lifetime_seconds) == ("a",)
+    assert large.expire(1.9 * bounds.lifetime_seconds) == ()
+    assert len(large.expire(2 * bounds.lifetime_seconds)) == 2 * FULL_MESH_NODES - 1
 
 
 def test_merge_says_what_it_was() -> None:

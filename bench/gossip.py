@@ -1,0 +1,199 @@
+"""What it costs a node that the mesh is large, and how soon all know of what one has done.
+
+    python -m bench.gossip [--sizes 10 100 1000] [--settle 40] [--seconds 60]
+
+Whole meshes of agents' own code (membership, gossip, link probes, coordinates, connections) on virtual time and a
+simulated network: nodes of forty sites that start at once, each knowing one that started earlier.
+Told per size:
+
+    known      from the last start until each node has each other's card
+    per node   bytes and messages received in each second of the steady state (as much is sent, on average), by kind
+    changed    from one node's changed card until all hold it
+    dead       from one node's kill -9 until nobody's topology has it
+
+What limits it: every node holds every card, so a *change* must reach everyone, whatever is done: a mesh ten times as
+large tells each node of ten times as many. Everything else should not grow: links (16 in a full mesh, 8 wanted beyond),
+pings (one over each link and half second), announcements that only say "I am still here", repairs of what was lost.
+
+Bytes are payloads: a real ping has some 150 bytes more around it (Yamux, Noise, TCP; bench/idle.py measures those), and
+gossip comes 2 to 3 times (the overlay's degree is 3). Simulated agents share what checking an announcement gives, which
+is a frozen value: a thousand agents would else decode a million.
+
+Last line: the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import trio
+from trio.testing import MockClock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "sim"))
+
+from mesh_room import Room
+
+from meshinfer.base.ids import NodeId
+from meshinfer.mesh import announcement, gossip, neighbours
+from meshinfer.testing.network import GOSSIP, SimNetwork
+from meshinfer.testing.phantoms import forty_sites
+from meshinfer.testing.probes import SimProbes
+from meshinfer.wire.messages import PING, PING_FOR_ME, PULL_VIEW, VIEW_DIGESTS
+
+LOOK_SECONDS = 0.25
+"""How finely convergence is told."""
+PATIENCE_SECONDS = 120.0
+LATENCY_SECONDS = 0.01
+"""Of control messages, each way; what link probes measure is the phantom's truth."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What has arrived at all nodes together, so far."""
+
+    gossip_bytes: int
+    gossip_messages: int
+    pull_bytes: int
+    ping_bytes: int
+    pings: int
+    probe_bytes: int
+    """Link probes: the calls that arrange them, and what crossed their channels."""
+
+    @classmethod
+    def now(cls, network: SimNetwork, probes: SimProbes) -> Counted:
+        def total(counts: dict[tuple[NodeId, str], int], *kinds: str) -> int:
+            return sum(count for (_, kind), count in counts.items() if kind in kinds)
+
+        calls = {kind for _, kind in network.received_bytes if kind.startswith("link")}
+        channels = sum(door.spent_bytes for door in probes.doors.values()) // 2  # each byte counts at both ends
+        return cls(
+            total(network.received_bytes, GOSSIP),
+            total(network.received_messages, GOSSIP),
+            total(network.received_bytes, PULL_VIEW, VIEW_DIGESTS),
+            total(network.received_bytes, PING, PING_FOR_ME),
+            total(network.received_messages, PING, PING_FOR_ME),
+            total(network.received_bytes, *calls) + channels,
+        )
+
+
+def simulate(count: int, settle_seconds: float, seconds: float) -> dict[str, Any]:
+    rng = Random(count)
+    phantom = forty_sites(rng, count)
+    network = SimNetwork(rng, LATENCY_SECONDS)
+    probes = SimProbes(lambda source, target, _host: phantom.link(source, target), rng)
+    names = sorted(phantom.by_id)
+
+    async def run(home: Path) -> dict[str, Any]:
+        async with trio.open_nursery() as nursery:
+            room = Room(network, nursery, home, probes)
+            for name in names:
+                earlier = [room.transports[rng.choice(sorted(room.transports))]] if room.transports else []
+                await room.start(name, seeds=tuple(address for each in earlier for address in each.addresses()))
+            known = await _until(room, lambda node: len(room.meshes[node].topology().nodes) == count)
+            joined = Counted.now(network, probes)
+            await trio.sleep(settle_seconds)
+            begun, before = trio.current_time(), Counted.now(network, probes)
+            await trio.sleep(seconds)
+            elapsed, after = trio.current_time() - begun, Counted.now(network, probes)
+            links = sorted(len(network.neighbours(node)) for node in room.meshes)
+
+            changing, dying = rng.sample(names, 2)
+            room.cards[NodeId(changing)].update(memory_usable_bytes=1)
+            changed = await _until(
+                room,
+                lambda node: (
+                    (card := room.meshes[node].card_of(NodeId(changing))) is not None and card.memory_usable_bytes == 1
+                ),
+            )
+            network.kill(NodeId(dying))
+            dead = await _until(room, lambda node: NodeId(dying) not in room.meshes[node].topology().by_id)
+            nursery.cancel_scope.cancel()
+        assert network.failures == []
+        told = {
+            name: round((getattr(after, name) - getattr(before, name)) / elapsed / count, 2)
+            for name in Counted.__dataclass_fields__
+        }
+        return {
+            "nodes": count,
+            "known_seconds": round(known, 2),
+            "changed_seconds": round(changed, 2),
+            "dead_seconds": round(dead, 2),
+            "links_median": links[len(links) // 2],
+            "links_most": links[-1],
+            "joining_bytes": (joined.gossip_bytes + joined.pull_bytes) // count,
+            "per_node_and_second": told,
+        }
+
+    before = time.process_time()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as home:
+        result: dict[str, Any] = trio.run(run, Path(home), clock=MockClock(autojump_threshold=0))
+    return result | {"virtual_seconds": seconds, "cpu_seconds": round(time.process_time() - before, 1)}
+
+
+async def _until(room: Room, is_so: Callable[[NodeId], bool]) -> float:
+    """Until it is so at every node that runs; how long that took."""
+    begun, waiting = trio.current_time(), set(room.meshes)
+    while waiting := {node for node in waiting & room.meshes.keys() if not is_so(node)}:
+        if trio.current_time() - begun > PATIENCE_SECONDS:
+            raise SystemExit(f"{len(waiting)} of {len(room.meshes)} nodes do not know after {PATIENCE_SECONDS:g} s")
+        await trio.sleep(LOOK_SECONDS)
+    return trio.current_time() - begun
+
+
+def share_what_is_checked() -> None:
+    """Pure functions of frozen values, remembered for all simulated agents together."""
+    checked: dict[bytes, announcement.Heard] = {}
+
+    def check(signed: announcement.SignedAnnouncement, verify: announcement.Verify) -> announcement.Heard:
+        known = checked.get(signed.signature)
+        if known is None or known.signed != signed:
+            if len(checked) > 20_000:
+                checked.clear()
+            known = checked[signed.signature] = announcement.check(signed, verify)
+        return known
+
+    gossip.check = check
+    neighbours._weight = functools.lru_cache(maxsize=2_000_000)(neighbours._weight)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[10, 30, 100, 300])
+    parser.add_argument("--settle", type=float, default=40.0, help="virtual seconds between joining and counting")
+    parser.add_argument("--seconds", type=float, default=60.0, help="virtual seconds of counting")
+    options = parser.parse_args()
+    share_what_is_checked()
+    print((__doc__ or "").split("\n\n")[0])
+    print("\nBytes and messages are those that one node receives in one second.\n")
+    print(
+        f"{'nodes':>6} {'known':>8} {'changed':>8} {'dead':>8} {'links':>9} {'gossip':>20} {'repair':>9} "
+        f"{'pings':>16} {'probes':>9} {'joining':>10} {'CPU':>8}"
+    )
+    results: list[dict[str, Any]] = []
+    for count in options.sizes:
+        told = simulate(count, options.settle, options.seconds)
+        results.append(told)
+        per = told["per_node_and_second"]
+        print(
+            f"{count:>6} {told['known_seconds']:>6.2f} s {told['changed_seconds']:>6.2f} s {told['dead_seconds']:>6.2f} s "
+            f"{told['links_median']:>3} to {told['links_most']:<2} {per['gossip_bytes']:>9.0f} B "
+            f"({per['gossip_messages']:>6.1f}) {per['pull_bytes']:>7.0f} B {per['ping_bytes']:>6.0f} B "
+            f"({per['pings']:>5.1f}) {per['probe_bytes']:>7.0f} B {told['joining_bytes']:>8} B {told['cpu_seconds']:>6.0f} s",
+            flush=True,
+        )
+    print()
+    print(json.dumps({"bench": "gossip", "meshes": results}))
+
+
+if __name__ == "__main__":
+    main()
