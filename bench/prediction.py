@@ -1,17 +1,26 @@
 """Prediction against reality: what previews say of the small real model, and what it then does, in the same run.
 
-    python -m bench.prediction [--rates 20mbit 2mbit] [--runs 5]     (namespaces and tc need root)
+    python -m bench.prediction [--runs 3] [--only loopback cables]     (namespaces, taps and tc need root)
 
 Real agents with real runners on this machine. Each case places the model as a person would who sets the layers
-(`layers=node=n`), takes the prediction from that very preview, and streams answers from the OpenAI API:
+(`layers=node=n`), takes the prediction from the preview *before* anything is placed, and streams answers from the
+OpenAI API:
 
-    loopback     1, 2 and 3 stages: what computing and channels cost
-    cable        2 stages in two network namespaces, joined by a veth pair
-    cable, slow  the same with `tc tbf` at both ends: a decode step's activation is small, a prefill chunk's is not
+    loopback   1, 2 and 3 stages: what computing and channels cost
+    cables     three machines (network namespaces), a cable of its own between each two (`bench.wires`). The cable
+               alpha–beta is plain or slow (`tc tbf`), alpha–gamma is long (a delay); 2 stages over each of them, and 3
 
 TTFT is the time to the first streamed token of a prompt that no cache has seen; TPOT is the time from the first token
-to the last over their number less one. Predicted and measured are of the same prompt and answer lengths. What the
-model cannot know is what else this machine does meanwhile: the load is printed beside each case.
+to the last over their number less one; medians, and the spread of the runs (largest less smallest, of the median).
+Predicted and measured are of the same prompt and answer lengths. Speeds are what the probes said when the agents first
+started, and what real runs made of them since, as in any mesh.
+
+With each set of cables the planner is asked which of the two should hold the rest of alpha's layers, and its choice is
+held against both measurements: it should leave the slow cable where the other way is quicker, and stay where it is not.
+And it is asked where it would put the model if nobody said anything: what nodes it declines, and with which numbers.
+
+What the model cannot know is what else this machine does meanwhile: its load stands beside each case (one-minute
+average at the case's end; one runner at work and the client make 1.0 to 1.3 by themselves).
 
 Last line: the result as JSON.
 """
@@ -19,8 +28,10 @@ Last line: the result as JSON.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -28,8 +39,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +50,14 @@ import platformdirs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "e2e"))
 
-from agents import ending, first_line
 from mesh import MODEL, room
 
+from bench.wires import Cable, machines
 from meshinfer.base.ids import ModelId
 from meshinfer.models.pull import pull
 from meshinfer.models.store import ModelStore
+from meshinfer.serving.text import TextModel
+from meshinfer.testing.agent_process import ending, first_line
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 
 WORDS = "The laptops in the room keep what they know of each other in small cards and measure the way between them. "
@@ -52,6 +65,16 @@ MEASURED_SECONDS = 240.0
 """For the machines to be probed (when idle) and the links (a burst each)."""
 READY_SECONDS = 240.0
 CONTEXT = 1024
+NAMES = ("alpha", "beta", "gamma")
+ONE, OTHER = ("alpha", "beta"), ("alpha", "gamma")
+CABLES = (
+    {OTHER: Cable(delay_seconds=0.005)},
+    {ONE: Cable(rate="20mbit"), OTHER: Cable(delay_seconds=0.005)},
+    {ONE: Cable(rate="4mbit"), OTHER: Cable(delay_seconds=0.005)},
+    {ONE: Cable(rate="4mbit"), OTHER: Cable(delay_seconds=0.03)},
+)
+"""A chunk of this model is 0.5 MB: 0.2 s at 20 Mbit/s, 1 s at 4. A delay costs twice itself for each of 48 tokens: 0.5 s
+for 5 ms, 2.9 s for 30 ms. So gamma is the better place for the rest with the third set of them only."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +88,17 @@ class Run:
 @dataclass(frozen=True)
 class Case:
     name: str
-    stages: int
+    nodes: tuple[str, ...]
+    """In pipeline order."""
     load: float
     is_measured: bool
     predicted_ttft: float
     measured_ttft: float
+    ttft_spread: float
     predicted_rate: float
     measured_rate: float
+    rate_spread: float
+    output_tokens: int
 
     @property
     def ttft_error(self) -> float:
@@ -81,13 +108,27 @@ class Case:
     def rate_error(self) -> float:
         return self.predicted_rate / self.measured_rate - 1
 
+    @property
+    def request_seconds(self) -> float:
+        """Measured: of a whole answer."""
+        return self.measured_ttft + (self.output_tokens - 1) / self.measured_rate
+
+
+def spread(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / statistics.median(values)
+
 
 # --- the client, in a process of its own so that it can be in a namespace ---------------------------
 
 
+def new_prompt(words: int) -> str:
+    """That no cache has seen, of always as many tokens: a digit is one."""
+    return f"{uuid.uuid4().int % 10**20:020d} " + WORDS * words
+
+
 def stream(url: str, words: int, tokens: int) -> Run:
     """One streamed answer to a prompt that is new."""
-    prompt = f"{uuid.uuid4().hex} " + WORDS * words
+    prompt = new_prompt(words)
     body = {
         "model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0,
         "stream": True, "stream_options": {"include_usage": True},
@@ -169,36 +210,56 @@ def all_measured(client: Client, count: int) -> bool:
     )
 
 
-def case(name: str, client: Client, layers: dict[str, int], runs: int, words: int, tokens: int) -> Case:
-    """Place with these layers, predict, run, take it away again."""
+@dataclass(frozen=True)
+class Measure:
+    """What is asked for in each case."""
+
+    runs: int
+    words: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def preview(client: Client, layers: dict[str, int], measure: Measure) -> Any:
+    """What the planner says of this model, with these layers where they are."""
     wish = {"model_id": MODEL, "context": CONTEXT, "concurrency": 1, "layers": [f"{n}={k}" for n, k in layers.items()]}
+    lengths = {"prompt_tokens": measure.prompt_tokens, "output_tokens": measure.output_tokens}
+    return client.ask("GET", "/instance/previews", **lengths, **wish)
 
-    def preview(prompt: int, output: int) -> Any:
-        told = client.ask("GET", "/instance/previews", prompt_tokens=prompt, output_tokens=output, **wish)
-        return next(each for each in told["previews"] if each["error"] is None)
 
-    # Before anything is placed, for every prompt length that may come; the real one is known after the first answer.
-    chosen = preview(256, tokens)
-    instance = client.ask("POST", "/instance", {"placement": chosen["placement"]})
+def chosen(told: Any) -> Any:
+    return next(each for each in told["previews"] if each["error"] is None)
+
+
+def case(name: str, client: Client, layers: dict[str, int], measure: Measure) -> Case:
+    """Place with these layers, predict, run, take it away again."""
+    best = chosen(preview(client, layers, measure))
+    told = best["prediction"]
+    names = {node_id: node["name"] for node_id, node in client.ask("GET", "/topology")["nodes"].items()}
+    instance = client.ask("POST", "/instance", {"placement": best["placement"]})
     path = f"/instance/{instance['instance_id']}"
     wait_until(lambda: client.ask("GET", path)["state"] == "ready", READY_SECONDS, "the instance is ready")
     client.stream(1, 8)  # what starts lazily
-    measured = [client.stream(words, tokens) for _ in range(runs)]
-    told = client.ask("GET", "/topology")["nodes"].values()
-    load = max(node["load"] for node in told if node["name"] in layers)
+    runs = [client.stream(measure.words, measure.output_tokens) for _ in range(measure.runs)]
+    load = os.getloadavg()[0]
     client.ask("DELETE", path)
     wait_until(lambda: not client.ask("GET", "/instance")["instances"], 30, "nothing is placed")
-    prompt, output = measured[0].prompt_tokens, measured[0].output_tokens
-    told = preview(prompt, output)["prediction"]
+    for run in runs:
+        if (run.prompt_tokens, run.output_tokens) != (measure.prompt_tokens, measure.output_tokens):
+            print(f"  not as predicted for: {run}", flush=True)
+    ttfts, rates = [run.ttft_seconds for run in runs], [1 / run.tpot_seconds for run in runs]
     return Case(
-        name,
-        len(layers),
-        round(load, 2),
-        told["is_measured"],
-        told["ttft_seconds"],
-        statistics.median(run.ttft_seconds for run in measured),
-        told["tokens_per_second_alone"],
-        statistics.median(1 / run.tpot_seconds for run in measured),
+        name=name,
+        nodes=tuple(names[seat["node_id"]] for seat in best["placement"]["seats"]),
+        load=round(load, 2),
+        is_measured=told["is_measured"],
+        predicted_ttft=told["ttft_seconds"],
+        measured_ttft=statistics.median(ttfts),
+        ttft_spread=spread(ttfts),
+        predicted_rate=told["tokens_per_second_alone"],
+        measured_rate=statistics.median(rates),
+        rate_spread=spread(rates),
+        output_tokens=measure.output_tokens,
     )
 
 
@@ -207,76 +268,61 @@ def split(names: Sequence[str], layers: int = 30) -> dict[str, int]:
     return {name: layers // len(names) + (index < layers % len(names)) for index, name in enumerate(names)}
 
 
-def on_loopback(store: Path, runs: int, words: int, tokens: int) -> Iterator[Case]:
-    names = ("alpha", "beta", "gamma")
-    with tempfile.TemporaryDirectory() as homes, room(Path(homes), store, names, "--memory", "700MiB") as here:
-        client = Client(here.url("alpha"))
-        wait_until(lambda: all_measured(client, len(names)), MEASURED_SECONDS, "machines and links are measured")
+def on_loopback(store: Path, measure: Measure) -> Iterator[Case]:
+    with tempfile.TemporaryDirectory() as homes, room(Path(homes), store, NAMES, "--memory", "700MiB") as here:
+        client = Client(here.url(NAMES[0]))
+        wait_until(lambda: all_measured(client, len(NAMES)), MEASURED_SECONDS, "machines and links are measured")
+        told = preview(client, {}, measure)
+        print(f"  asked for nothing in particular: {chosen(told)['reason']}")
+        for declined in told["declined"]:
+            print(f"  declined: {declined['explanation']}", flush=True)
         for count in (1, 2, 3):
-            yield case("loopback", client, split(names[:count]), runs, words, tokens)
+            yield case("loopback", client, split(NAMES[:count]), measure)
 
 
-def on_a_cable(store: Path, rate: str, runs: int, words: int, tokens: int) -> Iterator[Case]:
-    with tempfile.TemporaryDirectory() as homes, cable(rate) as namespaces:
-        environment = {**os.environ, JOIN_CODE_VARIABLE: new_join_code().reveal()}
-        one, other = namespaces
-        with machine(one, Path(homes), store, environment) as url, machine(other, Path(homes), store, environment):
-            client = Client(url, ("ip", "netns", "exec", one))
-            wait_until(lambda: all_measured(client, 2), MEASURED_SECONDS, "machines and link are measured")
-            name = f"cable, {rate}" if rate else "cable"
-            yield case(name, client, split(namespaces), runs, words, tokens)
+def on_cables(store: Path, measure: Measure) -> Iterator[Case]:
+    environment = {**os.environ, JOIN_CODE_VARIABLE: new_join_code().reveal()}
+    with tempfile.TemporaryDirectory() as homes:  # the same machines with each set: what they know of themselves stays
+        for cables in CABLES:
+            with ExitStack() as stack:
+                spaces = stack.enter_context(machines(NAMES, cables))
+                urls = {
+                    name: stack.enter_context(machine(name, space, Path(homes), store, environment))
+                    for name, space in spaces.items()
+                }
+                client = Client(urls["alpha"], ("ip", "netns", "exec", spaces["alpha"]))
+                wait_until(lambda c=client: all_measured(c, 3), MEASURED_SECONDS, "machines and links are measured")
+                yield from with_these_cables(cables, client, measure)
 
 
-@contextmanager
-def cable(rate: str) -> Iterator[tuple[str, str]]:
-    """Two namespaces and a veth pair, each end held to `rate` if there is one."""
-    tag = uuid.uuid4().hex[:6]
-    names = (f"mp-{tag}-a", f"mp-{tag}-b")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", f"w{tag}a", "type", "veth", "peer", "name", f"w{tag}b")
-        for index, (name, end) in enumerate(zip(names, (f"w{tag}a", f"w{tag}b"), strict=True)):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "address", "add", f"10.78.0.{index + 1}/24", "dev", end)
-            ip("-n", name, "link", "set", end, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            if rate:
-                shape = [
-                    "tc",
-                    "qdisc",
-                    "add",
-                    "dev",
-                    end,
-                    "root",
-                    "tbf",
-                    "rate",
-                    rate,
-                    "burst",
-                    "32kb",
-                    "latency",
-                    "2s",
-                ]
-                subprocess.run(["ip", "netns", "exec", name, *shape], check=True, capture_output=True)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def with_these_cables(cables: dict[tuple[str, str], Cable], client: Client, measure: Measure) -> Iterator[Case]:
+    one, other = (str(cables.get(pair, Cable())) for pair in (ONE, OTHER))
+    half = split(ONE)["alpha"]
+    best = chosen(preview(client, {"alpha": half}, measure))
+    names = {node_id: node["name"] for node_id, node in client.ask("GET", "/topology")["nodes"].items()}
+    picked = {names[seat["node_id"]] for seat in best["placement"]["seats"]}
+    by_nodes: dict[frozenset[str], Case] = {}
+    for title, nodes in ((one, ONE), (other, OTHER), (f"{one}; {other}", NAMES)):
+        by_nodes[frozenset(nodes)] = told = case(title, client, split(nodes), measure)
+        yield told
+    seconds = {", ".join(sorted(nodes)): round(told.request_seconds, 2) for nodes, told in by_nodes.items()}
+    quickest = min(by_nodes, key=lambda nodes: by_nodes[nodes].request_seconds)
+    lost = by_nodes[frozenset(picked)].request_seconds / by_nodes[quickest].request_seconds - 1
+    print(f"  alpha–beta {one}, alpha–gamma {other}; alpha has half, the rest goes to: {sorted(picked - {'alpha'})}")
+    print(f"  ({best['reason']})")
+    print(f"  a whole answer took {seconds} s, so the choice loses {lost:.0%}", flush=True)
 
 
 @contextmanager
-def machine(namespace: str, homes: Path, store: Path, environment: dict[str, str]) -> Iterator[str]:
+def machine(name: str, space: str, homes: Path, store: Path, environment: dict[str, str]) -> Generator[str]:
     """An agent in a namespace; yields its API's address."""
-    home = homes / namespace
-    home.mkdir()
-    (home / "models").symlink_to(store)
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "meshinfer.cli", "up", "--json"]
-    command += ["--home", str(home), "--name", namespace, "--memory", "700MiB", "--api-port", "0"]
-    with (home / "agent.log").open("w") as log:
+    home = homes / name
+    home.mkdir(exist_ok=True)
+    if not (home / "models").exists():
+        (home / "models").symlink_to(store)
+    command = ["ip", "netns", "exec", space, sys.executable, "-m", "meshinfer.cli", "up", "--json"]
+    command += ["--home", str(home), "--name", name, "--memory", "700MiB", "--api-port", "0"]
+    with (home / "agent.log").open("a") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     with ending(process):
         yield json.loads(first_line(process))["api_url"]
@@ -292,40 +338,55 @@ def pulled(root: Path) -> Path:
     return root
 
 
+def prompt_tokens(store: Path, words: int) -> int:
+    """As the API will count them."""
+    return len(TextModel.load(store / MODEL).render_chat([{"role": "user", "content": new_prompt(words)}]))
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--client"]:
         client_main(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="*", default=["20mbit", "4mbit"], help="of the slowed cables, as tc has them")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=["loopback", "cables"], choices=["loopback", "cables"])
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--words", type=int, default=10, help="sentences of prompt, some 20 tokens each")
     parser.add_argument("--tokens", type=int, default=48)
     options = parser.parse_args()
     store = pulled(platformdirs.user_cache_path("meshinfer", appauthor=False) / "bench-assets" / "models")
-    measure = (options.runs, options.words, options.tokens)
+    measure = Measure(options.runs, options.words, prompt_tokens(store, options.words), options.tokens)
 
-    print(__doc__.split("\n\n")[0], "\n")
-    print(f"{'case':>16} {'stages':>6} {'load':>5} {'TTFT predicted':>15} {'measured':>9} {'error':>6} "
-          f"{'tok/s predicted':>15} {'measured':>9} {'error':>6}", flush=True)  # fmt: skip
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("meshinfer", "mlx", "mlx-lm"))
+    print((__doc__ or "").split("\n\n")[0], "\n")
+    print(f"{platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}; {MODEL}, "
+          f"{measure.prompt_tokens} tokens of prompt, {measure.output_tokens} of answer, {measure.runs} runs\n")  # fmt: skip
+    print("| cables | stages | load | TTFT predicted | measured (spread) | error | tokens/s predicted | measured (spread) "
+          "| error |\n|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
     cases: list[Case] = []
-    sources = [on_loopback(store, *measure)]
-    if os.geteuid() == 0 and shutil.which("tc"):
-        sources += [on_a_cable(store, rate, *measure) for rate in ("", *options.rates)]
+    sources = [on_loopback(store, measure)] if "loopback" in options.only else []
+    if "cables" in options.only and os.geteuid() == 0 and shutil.which("tc"):
+        sources.append(on_cables(store, measure))
     for source in sources:
         for each in source:
             cases.append(each)
             print(
-                f"{each.name:>16} {each.stages:>6} {each.load:>5.1f} {each.predicted_ttft:>13.2f} s "
-                f"{each.measured_ttft:>7.2f} s {each.ttft_error:>+6.0%} {each.predicted_rate:>15.1f} "
-                f"{each.measured_rate:>9.1f} {each.rate_error:>+6.0%}"
-                + ("" if each.is_measured else "  (part of it assumed)"),
+                f"| {each.name} | {len(each.nodes)}: {', '.join(each.nodes)} | {each.load:.1f} "
+                f"| {each.predicted_ttft:.2f} s | {each.measured_ttft:.2f} s ({each.ttft_spread:.0%}) "
+                f"| {each.ttft_error:+.0%} | {each.predicted_rate:.2f} | {each.measured_rate:.2f} "
+                f"({each.rate_spread:.0%}) | {each.rate_error:+.0%} |"
+                + ("" if each.is_measured else " partly assumed"),
                 flush=True,
             )
-    errors = [abs(error) for each in cases for error in (each.ttft_error, each.rate_error)]
-    told = {"median_error": statistics.median(errors), "worst_error": max(errors), "cases": [asdict(c) for c in cases]}
-    print(f"\nmedian error {told['median_error']:.0%}, worst {told['worst_error']:.0%}\n")
-    print(json.dumps(told))
+    errors = {
+        "TTFT": [abs(each.ttft_error) for each in cases],
+        "tokens/s": [abs(each.rate_error) for each in cases],
+    }
+    errors["both"] = errors["TTFT"] + errors["tokens/s"]
+    told = {name: {"median": statistics.median(values), "worst": max(values)} for name, values in errors.items()}
+    print(
+        "\n" + "; ".join(f"{n}: median error {t['median']:.1%}, worst {t['worst']:.0%}" for n, t in told.items()) + "\n"
+    )
+    print(json.dumps({"errors": told, "cases": [asdict(c) for c in cases]}))
 
 
 if __name__ == "__main__":

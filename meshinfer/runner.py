@@ -143,6 +143,7 @@ class _Orders:
 def _work(platform: Platform, load: LoadSeat, mailbox: Mailbox, progress: Progress, link: AgentLink) -> NoReturn:
     """Load, then run steps for ever, on this thread: MLX's one."""
     log.info("seat %d computes on %s, %s", load.seat_index, platform.accelerator, platform.blas)
+    progress.timer = platform.timer
     from meshinfer.engine.loader import load_seat  # noqa: PLC0415 - after prepare_process
     from meshinfer.engine.memory import bound_freed_buffers, read_memory  # noqa: PLC0415
     from meshinfer.engine.stepping import Stepper  # noqa: PLC0415

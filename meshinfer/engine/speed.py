@@ -17,15 +17,11 @@ A whole layer rather than a bare matrix product, because what lies between the p
 softmax, unpacking) costs time in proportion to them: on a CPU a third of a prefill. What it costs whatever
 the size is `l`, which the narrow layers show.
 
-Which clock: on a CPU where one thread computes, the CPU time of this process. It is steady to 4 % on a
-machine with three times more to do than cores, where the wall's clock is off by a factor of 3; what others
-use is on the node's card as its load. Elsewhere (GPUs, several threads) the wall's clock.
+Which clock: `Platform.timer`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,12 +84,6 @@ def measure_speeds(
     return tuple(measured)
 
 
-def timer_for(platform: Platform) -> Clock:
-    """The clock that says how long a computation takes here when it has the machine to itself."""
-    one_thread = os.environ.get("OPENBLAS_NUM_THREADS") == "1" and sys.platform.startswith("linux")
-    return time.process_time if platform.computes_float32 and one_thread else time.perf_counter
-
-
 class _Probe:
     """One kind of weights."""
 
@@ -104,7 +94,7 @@ class _Probe:
         # Quantised models compute in the float type of their scales; bfloat16 is what conversions are made with.
         floats = engine_kind("bfloat16" if self._packing else kind, platform.computes_float32)
         self._dtype: mx.Dtype = getattr(mx, floats)
-        self._now, self._timer = now, timer_for(platform)
+        self._now, self._timer = now, platform.timer
 
     def measure(self, seconds: float) -> MeasuredKind:
         end = self._now() + seconds

@@ -7,6 +7,7 @@ Plain attributes, each written by one thread; a reader may see them a moment apa
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -33,18 +34,25 @@ class Progress:
     tokens: int = 0
     recomputed_tokens: int = 0
     kept_bytes: int = 0
+    timer: Callable[[], float] = time.perf_counter
+    """Of the engine: what a step takes if nothing else is done here."""
+    computing_seconds: float = 0.0
+    _computing_since: float = 0.0
 
     def begin_step(self, tokens: int) -> None:
         self.busy_tokens, self.busy_since = tokens, time.monotonic()
+        self._computing_since = self.timer()
 
     def end_step(self, *, decode: bool) -> None:
         """A step is through this stage."""
         assert self.busy_since is not None
-        seconds = time.monotonic() - self.busy_since
+        seconds, computing = time.monotonic() - self.busy_since, self.timer() - self._computing_since
         self.be_idle()
         self.steps += 1
         if decode:
-            self.step_seconds += (_SMOOTHING if self.step_seconds else 1.0) * (seconds - self.step_seconds)
+            weight = _SMOOTHING if self.step_seconds else 1.0
+            self.step_seconds += weight * (seconds - self.step_seconds)
+            self.computing_seconds += weight * (computing - self.computing_seconds)
 
     def be_idle(self) -> None:
         """No step is under way: it ended, or its instance did."""
@@ -65,4 +73,5 @@ class Progress:
             busy_tokens=self.busy_tokens,
             recomputed_tokens=self.recomputed_tokens,
             kept_bytes=self.kept_bytes,
+            computing_seconds=self.computing_seconds,
         )

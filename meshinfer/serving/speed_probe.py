@@ -69,8 +69,6 @@ class ProbePorts:
     """Blocks for a moment: called in a thread."""
     ask: Callable[[ProbeQuestion], Awaitable[SpeedReport]]
     """Runs a probe; cancelling it ends the process before it returns. Raises MeshinferError."""
-    slowdown: Callable[[], float]
-    """By what else this machine does now, as planners reckon with it beside the speeds: at least 1."""
     computes_float32: bool
     in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = trio.to_thread.run_sync
     """How what blocks is done; in simulations at once, since a clock that jumps does not wait for threads."""
@@ -137,7 +135,7 @@ class SpeedProbe:
 
     def _calibrate(self, book: SpeedBook) -> None:
         """Hold what runners say against what the probe's numbers predict."""
-        running, slowdown = self._ports.running(), self._ports.slowdown()
+        running = self._ports.running()
         self._steps = {key: steps for key, steps in self._steps.items() if key in running}
         for key, (heartbeat, placement, card) in running.items():
             before = self._steps.get(key, 0)
@@ -145,13 +143,11 @@ class SpeedProbe:
             # With one session it is clear what a step was; with several its batch is only roughly known.
             if card is None or heartbeat.sessions != 1 or heartbeat.steps <= before:
                 continue
-            alone = self._predicted_seconds(book, card, placement, key.seat_index, heartbeat)
-            # A step between that and what the load would make of it is explained by the load, which is on the card as
-            # well and would count twice. Nearer than that it cannot be told: a run queue is no measure of shares.
-            predicted = min(max(heartbeat.step_seconds, alone), alone * slowdown)
+            predicted = self._predicted_seconds(book, card, placement, key.seat_index, heartbeat)
             kind = engine_kind(card.weight_kind, self._ports.computes_float32)
             steps = heartbeat.steps - before
-            self._calibration.observe(kind, predicted, heartbeat.step_seconds, steps, trio.current_time())
+            # By the clock that the probe went by: what others use is on the card as its load, and would count twice.
+            self._calibration.observe(kind, predicted, heartbeat.computing_seconds, steps, trio.current_time())
         self._publish(book)
 
     def _predicted_seconds(
@@ -260,7 +256,6 @@ def node_probe(ports: Ports, seats: SeatService, store: ModelStore, update_card:
             running=running,
             fingerprint=partial(machine_fingerprint, card().accelerator),
             ask=ask_process,
-            slowdown=lambda: card().slowdown,
             computes_float32=wide,
         ),
         seats.give_way,
