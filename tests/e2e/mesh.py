@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,9 +74,12 @@ class Room:
 
         wait_until(settled, SETTLE_SECONDS, f"{group} see each other")
 
-    def place(self, through: str, nodes: int, context: int = 512) -> dict[str, Any]:
-        """An instance over exactly so many nodes, ready."""
-        query = {"model_id": MODEL, "context": context, "concurrency": 1}
+    def place(
+        self, through: str, nodes: int, context: int = 512, layers: Mapping[str, int] | None = None
+    ) -> dict[str, Any]:
+        """An instance over exactly so many nodes, ready; with so many `layers` on each of these, if given."""
+        wanted = [f"{self.node_id(name)}={count}" for name, count in (layers or {}).items()]
+        query = {"model_id": MODEL, "context": context, "concurrency": 1, "layers": wanted}
         previews = get(self.url(through), "/instance/previews", **query)["previews"]
         chosen = next(p for p in previews if not p["error"] and len(p["placement"]["seats"]) == nodes)
         answer = httpx.post(f"{self.url(through)}/instance", json=chosen, timeout=PLACE_SECONDS)
