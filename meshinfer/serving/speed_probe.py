@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,9 @@ from meshinfer.base.errors import MeshinferError
 from meshinfer.base.files import write_atomically
 from meshinfer.base.ids import ModelId, PlacementId
 from meshinfer.models.store import ModelStore
+from meshinfer.planning.cost import LayerWork, Stage, decode_time
 from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.work import model_work
 from meshinfer.serving.available_memory import available_bytes
 from meshinfer.serving.calibration import Calibration
 from meshinfer.serving.give_way import GiveWay
@@ -197,15 +199,23 @@ class SpeedProbe:
 def step_seconds(
     card: ModelCard, start: int, end: int, layers: NodeSpeed, head: NodeSpeed, computes_float32: bool, cache_bytes: int
 ) -> float:
-    """One decode step of one session in layers `[start, end)`, as the cost model has it, from the bytes that it reads."""
-    weights = sum(layer.weights.resident(computes_float32) for layer in card.layers[start:end])
-    seconds = weights / layers.stream_bytes_per_second
-    seconds += cache_bytes / (layers.cache_bytes_per_second or layers.stream_bytes_per_second)
-    seconds += layers.step_overhead_seconds + (end - start) * layers.layer_overhead_seconds
-    if end == card.layer_count:
-        output = card.embedding if card.tied_embeddings else card.head
-        seconds += output.resident(computes_float32) / head.stream_bytes_per_second + layers.sampling_seconds
-    return seconds
+    """One decode step of one session in layers `[start, end)` whose caches hold so much: what planners predict for it."""
+    work = model_work(card, computes_float32)
+    context = context_held(work.layers[start:end], cache_bytes)
+    return decode_time(work, Stage(start, end, (layers,), heads=(head,)), 1, context).seconds
+
+
+def context_held(layers: Sequence[LayerWork], cache_bytes: int) -> float:
+    """Tokens of one session's context, by the bytes of its caches in `layers`; full windows grow no more."""
+    least = min((layer.cache_bytes_per_token for layer in layers if layer.cache_bytes_per_token), default=0.0)
+    if not least:
+        return 0.0
+    low, high = 0.0, cache_bytes / least
+    while high - low > 1:
+        middle = (low + high) / 2
+        held = sum(layer.cached_tokens(middle) * layer.cache_bytes_per_token + layer.state_bytes for layer in layers)
+        low, high = (middle, high) if held < cache_bytes else (low, middle)
+    return high
 
 
 def _differ(before: float, now: float) -> bool:

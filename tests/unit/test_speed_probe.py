@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import trio
 
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import InstanceId, NodeId
-from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.cost import Stage, decode_time
+from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
+from meshinfer.planning.work import model_work
 from meshinfer.serving.calibration import LEAST_STEPS
 from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.seats import SeatKey
@@ -283,10 +286,31 @@ async def test_a_few_steps_say_nothing(node: Node, autojump_clock) -> None:
 
 def test_a_step_is_its_bytes_and_overheads() -> None:
     speed = NodeSpeed(1e9, 1e11, 0.001, 0.002, 0.003, 2e9)
-    middle = step_seconds(CARD, 2, 4, speed, speed, False, cache_bytes=10**7)
-    assert middle == pytest.approx(0.02 + 0.005 + 0.001 + 2 * 0.003)
-    last = step_seconds(CARD, 6, 8, speed, NodeSpeed(5e8, 1e11, 0.0), False, cache_bytes=0)
-    assert last == pytest.approx(0.02 + 0.001 + 2 * 0.003 + 0.02 + 0.002)
+    card = model_card((10**7,) * 8, head_bytes=10**7, kv_elements_per_token=500)
+    middle = step_seconds(card, 2, 4, speed, speed, False, cache_bytes=10**7)
+    assert middle == pytest.approx(0.02 + 0.005 + 0.001 + 2 * 0.003, rel=1e-3)
+    last = step_seconds(card, 6, 8, speed, NodeSpeed(5e8, 1e11, 0.0), False, cache_bytes=0)
+    assert last == pytest.approx(0.02 + 0.001 + 2 * 0.003 + 0.02 + 0.002, rel=1e-3)
+
+
+def test_a_step_of_a_mixture_reads_the_experts_that_it_visits() -> None:
+    speed = NodeSpeed(1e9, 1e12, 0.0)
+    mixture = LayerCard(TensorBytes(10**7), 0, experts=8, experts_per_token=2, expert=TensorBytes(10**6))
+    card = replace(model_card((10**7,) * 4), layers=(mixture,) * 4)
+    assert step_seconds(card, 1, 3, speed, speed, False, 0) == pytest.approx(2 * 4e-3)
+
+
+@pytest.mark.parametrize("context", [100.0, 1000.0, 5000.0])
+def test_steps_are_held_against_what_planners_predict(context: float) -> None:
+    speed = NodeSpeed(1e9, 1e11, 0.001, 0.002, 0.003, 2e9)
+    layers = (LayerCard(TensorBytes(10**7), 512, kv_tokens_limit=1024), LayerCard(TensorBytes(10**7), 512, 0, 4096))
+    card = replace(model_card((10**7,) * 8), layers=layers * 4)
+    work = model_work(card, computes_float32=False)
+    held = sum(
+        layer.cached_tokens(context) * layer.cache_bytes_per_token + layer.state_bytes for layer in work.layers[2:6]
+    )
+    predicted = decode_time(work, Stage(2, 6, (speed,)), 1, context).seconds
+    assert step_seconds(card, 2, 6, speed, speed, False, int(held)) == pytest.approx(predicted, rel=1e-3)
 
 
 # --- the process ----------------------------------------------------------------------------------
