@@ -26,6 +26,7 @@ from meshinfer.base.ids import NodeId
 from meshinfer.config import Settings
 from meshinfer.mesh.mesh import Mesh, MeshSettings
 from meshinfer.mesh.own_card import OwnCard
+from meshinfer.models.renewal import keep_renewed
 from meshinfer.models.store import ModelStore
 from meshinfer.models.text_cache import TextCache
 from meshinfer.serving.machine import MachineFacts, measure_machine
@@ -117,6 +118,7 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
             await nursery.start(mesh.run, name="mesh")
             nursery.start_soon(serving.run, name="serving")
             nursery.start_soon(_look_around, own_card, store, name="look around")
+            nursery.start_soon(keep_renewed, store, name="older models")
             nursery.start_soon(speed_probe.run, name="speed probe")
             api = await nursery.start(serve, make_app(backend, settings), listener, name="http")
             # "Every interface" is nothing to call: one of its addresses is.

@@ -21,13 +21,14 @@ import stat
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from meshinfer import __version__
 from meshinfer.base.errors import BadInput, CorruptModel, DeadlineExceeded, MeshinferError, Refused, UnknownModel
+from meshinfer.base.files import write_atomically
 from meshinfer.base.ids import ModelId
 from meshinfer.models.digests import sha256_of
 from meshinfer.models.disk import directory_name, disk_errors, publish_directory
@@ -253,6 +254,27 @@ class ModelStore:
         publish_directory(staging.files, destination)
         staging.discard()
         return info
+
+    def renew(self, model_id: ModelId, describe: Describe, watch: Watch) -> ModelInfo:
+        """Describe a held model anew: the same files, a card that says more.
+
+        Raises:
+            UnknownModel: it is not here.
+            CorruptModel: its files are not what they were.
+        """
+        with disk_errors(self.root), self._lock(model_id, watch, REMOVE_WAIT_SECONDS):
+            manifest = self._require(model_id)
+            known = manifest.info.card
+            card = describe(self._place(model_id), model_id, watch)
+            if card.digest != known.digest:
+                raise CorruptModel(
+                    f"the files of {model_id} have digest {card.digest[:16]}…",
+                    expected=f"{known.digest[:16]}…",
+                    do=f"`meshinfer models rm {model_id}`, then pull it again",
+                )
+            renewed = replace(manifest, made_by=f"meshinfer {__version__}", info=replace(manifest.info, card=card))
+            write_atomically(self._place(model_id) / MANIFEST, encode_manifest(renewed))
+            return renewed.info
 
     def remove(self, model_id: ModelId, in_use: bool = False) -> None:
         """Delete a model, and what a pull of it left unfinished.
