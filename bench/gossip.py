@@ -110,10 +110,7 @@ def simulate(count: int, settle_seconds: float, seconds: float) -> dict[str, Any
             changing, dying = rng.sample(names, 2)
             room.cards[NodeId(changing)].update(memory_usable_bytes=1)
             changed = await _until(
-                room,
-                lambda node: (
-                    (card := room.meshes[node].card_of(NodeId(changing))) is not None and card.memory_usable_bytes == 1
-                ),
+                room, lambda node: room.meshes[node].topology().by_id[NodeId(changing)].memory_usable_bytes == 1
             )
             network.kill(NodeId(dying))
             dead = await _until(room, lambda node: NodeId(dying) not in room.meshes[node].topology().by_id)
