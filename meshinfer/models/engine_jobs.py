@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from meshinfer.base.errors import ERRORS_BY_CODE, DeadlineExceeded, MeshinferError
+from meshinfer.base.errors import ERRORS_BY_CODE, MeshinferError
 from meshinfer.base.ids import ModelId
 from meshinfer.models.engine_process import engine_command, engine_options
 from meshinfer.models.progress import Watch
+from meshinfer.models.watched_process import wait_watched
 from meshinfer.planning.model_card import ModelCard
 
 Describe = Callable[[Path, ModelId, Watch], ModelCard]
@@ -29,8 +29,6 @@ _START_SECONDS = 120.0
 """For the process to start and import MLX: 3 s measured, 40 s on a busy machine with a cold disk."""
 _BYTES_PER_SECOND = 20e6
 """The slowest disk that we wait for while it reads a model through once."""
-_LOOK_SECONDS = 0.2
-"""Between two looks at the watch: how late a stop is heard."""
 _MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 
 
@@ -66,24 +64,16 @@ def convert_gguf(source: Path, destination: Path, watch: Watch) -> None:
 def _run(arguments: list[str], size_bytes: int, what: str, watch: Watch) -> bytes:
     """Last line of the runner's output."""
     allowed_seconds = _START_SECONDS + size_bytes / _BYTES_PER_SECOND
-    deadline = time.monotonic() + allowed_seconds
     # Files rather than pipes: a process that writes much never blocks, and there is nothing to drain while we watch.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(engine_command(*arguments), stdout=output, stderr=complaints, **engine_options())
-        try:
-            while True:
-                try:
-                    code = process.wait(_LOOK_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    watch(what, 0, size_bytes)
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        f"{what} took more than {allowed_seconds:.0f} s", do="see whether the disk answers"
-                    )
-        finally:
-            process.kill()
-            process.wait()
+        code = wait_watched(
+            process,
+            allowed_seconds,
+            what,
+            lambda: watch(what, 0, size_bytes),
+            do="see whether the disk answers",
+        )
         line = _tail(output, _MAX_OUTPUT_BYTES).strip().rpartition(b"\n")[2]
         if code == 0 and line:
             return line

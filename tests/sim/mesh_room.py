@@ -88,12 +88,12 @@ async def room(home: Path, network: SimNetwork | None = None, probes: SimProbes 
         nursery.cancel_scope.cancel()
 
 
-def play(network: SimNetwork, tale: Callable[[Room], Awaitable[None]]) -> None:
+def play(network: SimNetwork, tale: Callable[[Room], Awaitable[None]], probes: SimProbes | None = None) -> None:
     """Run `tale` in a fresh room, on virtual time."""
 
     async def main() -> None:
         with tempfile.TemporaryDirectory() as home:
-            async with room(Path(home), network) as stage:
+            async with room(Path(home), network, probes) as stage:
                 await tale(stage)
         assert network.failures == []
 

