@@ -44,15 +44,13 @@ def seat_memory(
     seat = placement.seats[seat_index]
     wide = node.computes_float32
     weights = card.weight_bytes(seat.start, seat.end, wide)
-    cache = card.cache_bytes(seat.start, seat.end, placement.context_tokens, placement.concurrency, wide)
+    terms = (placement.context_tokens, placement.concurrency, wide, prefill_chunk_tokens)
+    cache = cache_bytes(card, seat.start, seat.end, *terms)
     if seat.ranks > 1:
         # mlx-lm shards the layers and their caches; embedding, norms and head are whole on every rank.
         layers = [layer.weights.resident(wide) for layer in card.layers[seat.start : seat.end]]
         weights += _of_rank(layers, seat.ranks) - sum(layers)
-        caches = (
-            card.cache_bytes(layer, layer + 1, placement.context_tokens, placement.concurrency, wide)
-            for layer in range(seat.start, seat.end)
-        )
+        caches = (cache_bytes(card, layer, layer + 1, *terms) for layer in range(seat.start, seat.end))
         cache = _of_rank(caches, seat.ranks)
     return SeatMemory(
         node_id=node.node_id,
@@ -64,6 +62,30 @@ def seat_memory(
         overhead_bytes=node.runner_overhead_bytes,
         free_bytes=node.memory_free_bytes,
     )
+
+
+def cache_bytes(
+    card: ModelCard,
+    start: int,
+    end: int,
+    context_tokens: int,
+    concurrency: int,
+    computes_float32: bool,
+    prefill_chunk_tokens: int,
+) -> int:
+    """Caches of layers `[start, end)` at their fullest, which is while prompts are read.
+
+    A chunk stands beside the window in a sliding window's cache until the next step trims it (mlx-lm's
+    `RotatingKVCache`): with a window of 128 tokens and chunks of 512, five times the window.
+    """
+    element = 4 if computes_float32 else card.float_bytes_per_element
+    beside = sum(
+        layer.kv_elements_per_token * max(0, min(prefill_chunk_tokens, context_tokens - layer.kv_tokens_limit))
+        for layer in card.layers[start:end]
+        if layer.kv_tokens_limit
+    )
+    full = card.cache_bytes(start, end, context_tokens, concurrency, computes_float32)
+    return full + beside * min(PROMPTS_AT_ONCE, concurrency) * element
 
 
 def _of_rank(layers: Iterable[int], ranks: int) -> int:
@@ -128,7 +150,9 @@ class RangeNeeds:
         known: dict[LayerCard, int] = {}
         for index, layer in enumerate(card.layers):
             if layer not in known:
-                cache = card.cache_bytes(index, index + 1, context_tokens, concurrency, computes_float32)
+                cache = cache_bytes(
+                    card, index, index + 1, context_tokens, concurrency, computes_float32, prefill_chunk_tokens
+                )
                 known[layer] = _of_rank((layer.weights.resident(computes_float32),), ranks) + _of_rank((cache,), ranks)
         per_layer = (known[layer] for layer in card.layers)
         return cls(

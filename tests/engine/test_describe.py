@@ -17,7 +17,8 @@ from meshinfer.engine.describe import describe_model
 from meshinfer.engine.loader import load_seat, open_model, parameters_read_by
 from meshinfer.engine.stage import Stage
 from meshinfer.engine.structure import Structure, arrays_in
-from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.memory import cache_bytes
+from meshinfer.planning.model_card import ModelCard, TensorBytes
 from meshinfer.wire.codec import decode, encode
 
 NAME = ModelId("tests/tiny")
@@ -65,6 +66,23 @@ def test_a_card_says_what_caches_will_hold(name: str, tmp_path: Path) -> None:
     assert promised <= held <= more_block
 
 
+@pytest.mark.parametrize("name", ["llama-sliding", "gemma3_text", "gpt_oss", "cohere2"])
+def test_windows_hold_a_chunk_beside_themselves_while_a_prompt_is_read(name: str, tmp_path: Path) -> None:
+    card = described(tmp_path, name, mx.float32)
+    tokens, chunk = 256, 64
+    seat = load_seat(tmp_path, 0, None, computes_float32=True)
+    cache = seat.stage.make_cache()
+    held: list[int] = []
+    for start in range(0, tokens, chunk):
+        mx.eval(seat.stage(mx.full((1, chunk), start % VOCABULARY), None, cache), seat.stage.state_arrays(cache))
+        held.append(sum(array.nbytes for array in seat.stage.state_arrays(cache) if array.ndim > 1))
+    windows_only = card.cache_bytes(0, card.layer_count, tokens, 1, True)
+    promised = cache_bytes(card, 0, card.layer_count, tokens, 1, True, chunk)
+    assert windows_only < max(held) <= promised, "counting windows alone would have been too little"
+    one_token_each = sum(4 * layer.kv_elements_per_token for layer in card.layers if layer.kv_tokens_limit)
+    assert promised - max(held) <= one_token_each, "and no more than is needed"
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_describing_reads_no_weight(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, name)
@@ -96,6 +114,40 @@ def test_a_plain_card(tmp_path: Path) -> None:
     assert decode(ModelCard, encode(card)) == card
 
 
+def test_a_card_says_what_a_token_costs(tmp_path: Path) -> None:
+    card = described(tmp_path, "llama")
+    assert (card.weight_kind, card.head_kind) == ("bfloat16", "bfloat16")
+    attention, mlp = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64
+    assert {layer.flops_per_token for layer in card.layers} == {2 * (attention + mlp)}, "norms are next to nothing"
+    heads, width = 4, 8
+    assert {layer.attention_flops_per_pair for layer in card.layers} == {4 * heads * width}
+    assert {(layer.experts, layer.experts_per_token, layer.expert) for layer in card.layers} == {(0, 0, TensorBytes())}
+    assert card.head_flops_per_token == 2 * VOCABULARY * 32
+    assert card.embedding_row == TensorBytes(float_elements=32, float_bytes=64)
+    assert card.tensor_degrees == (2,), "two heads of keys and values"
+
+
+def test_a_token_visits_some_experts_only(tmp_path: Path) -> None:
+    card = described(tmp_path, "qwen3_moe")
+    attention, router, expert = 2 * 32 * 32 + 2 * 32 * 16, 32 * 4, 3 * 32 * 16
+    for layer in card.layers:
+        assert (layer.experts, layer.experts_per_token) == (4, 2)
+        assert layer.expert == TensorBytes(float_elements=expert, float_bytes=2 * expert)
+        assert layer.flops_per_token == 2 * (attention + router + 2 * expert)
+        assert layer.weights.float_elements > 4 * expert, "all of them are held"
+
+
+def test_costs_of_other_families(tmp_path: Path) -> None:
+    latent = described(tmp_path / "latent", "deepseek_v3")
+    assert [layer.experts for layer in latent.layers] == [0, 4, 4, 4, 4]
+    scored, summed = 16 + 8, 16
+    assert {layer.attention_flops_per_pair for layer in latent.layers} == {2 * 4 * (scored + summed)}
+    hybrid = described(tmp_path / "hybrid", "nemotron_h")
+    assert [bool(layer.attention_flops_per_pair) for layer in hybrid.layers] == [False, False, True] * 2
+    assert hybrid.layers[0].flops_per_token > 2 * hybrid.layers[0].weights.float_elements, "and the scan"
+    assert hybrid.tensor_degrees == (), "mlx-lm cannot shard it"
+
+
 def test_families_differ_where_they_should(tmp_path: Path) -> None:
     def card(name: str) -> ModelCard:
         return described(tmp_path / name, name)
@@ -124,7 +176,12 @@ def test_embeddings_that_each_layer_is_fed_are_charged_to_every_stage(tmp_path: 
 
 def test_packed_and_float_bytes_stand_apart(tmp_path: Path) -> None:
     write_model(tmp_path, "llama", quantization={"group_size": 32, "bits": 4})
-    layer = describe_model(tmp_path, NAME).layers[2].weights
+    card = describe_model(tmp_path, NAME)
+    assert (card.weight_kind, card.head_kind) == ("q4g32", "q4g32")
+    assert card.embedding_row == TensorBytes(packed_bytes=16, float_elements=2, float_bytes=4)
+    assert card.head_flops_per_token == 2 * VOCABULARY * 32
+    assert card.tensor_degrees == (), "a half of 32 is no whole group of 32"
+    layer = card.layers[2].weights
     linear = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
     assert layer.packed_bytes == linear // 2
     assert layer.float_elements == linear // 32 * 2 + 2 * 32, "scales and biases, and two norms"
