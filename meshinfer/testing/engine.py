@@ -32,6 +32,7 @@ from meshinfer.wire.runner_control import (
     ExpectChannel,
     Heartbeat,
     Linked,
+    LinkSample,
     Listening,
     Loaded,
     Loading,
@@ -324,6 +325,10 @@ class FakeRunner:
         self._outbox_send.close()
         for channel in self.channels:
             channel.hang_up()
+
+    def large_frame_came(self, seat: int, byte_count: int, seconds: float) -> None:
+        """From that seat's runner; it says so as a real one does."""
+        self._outbox_send.send_nowait(LinkSample(seat, byte_count, seconds))
 
     def hang(self, *, frozen: bool = False) -> None:
         """Its MLX thread does nothing any more; heartbeats go on, unless the whole process is `frozen`."""
