@@ -300,9 +300,27 @@ def overhead_seconds(stage: Stage) -> float:
 # --- 3, 4, 5, 6: hops, streams, prompts ---------------------------------------------------------
 
 
+FIRST_WINDOW_BYTES = 14_600.0
+"""What TCP sends before it has heard anything: ten segments (RFC 6928). A channel that was idle for a moment, as between
+two prompts, begins with that again; a decode step's few kilobytes fit into it."""
+
+
 def hop_seconds(link: LinkSpeed, message_bytes: float) -> float:
     """One message, one way."""
-    return link.latency_seconds + link.message_seconds + message_bytes / link.bandwidth_bytes_per_second
+    return link.latency_seconds + link.message_seconds + sending_seconds(link, message_bytes)
+
+
+def sending_seconds(link: LinkSpeed, message_bytes: float) -> float:
+    """From a message's first byte to its last: slow start, each round trip twice as much, until the link is full.
+
+    0.5 MB over a link with 30 ms each way waits five round trips, 0.3 s, whatever its bandwidth.
+    """
+    waited, window, rtt = 0.0, FIRST_WINDOW_BYTES, 2 * link.latency_seconds
+    while message_bytes > window and window / link.bandwidth_bytes_per_second < rtt:
+        waited += rtt
+        message_bytes -= window
+        window *= 2
+    return waited + message_bytes / link.bandwidth_bytes_per_second
 
 
 TOKEN_BYTES = 64.0

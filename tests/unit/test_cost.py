@@ -141,6 +141,33 @@ def test_a_hop_is_latency_software_and_bytes():
     assert hop_seconds(LINK, 50) == pytest.approx(0.1 + 0.02 + 0.05)
 
 
+@pytest.mark.parametrize(
+    ("message_bytes", "seconds"),
+    [
+        (14_600, 0.00146),
+        (14_601, 0.1 + 1e-7),
+        (43_800, 0.1 + 0.00292),
+        (500_000, 5 * 0.1 + (500_000 - 31 * 14_600) / 1e7),
+    ],
+)
+def test_a_long_link_starts_slowly(message_bytes, seconds):
+    """10 segments a round trip, then 20, 40, …"""
+    long = LinkSpeed(0.05, 1e7)
+    assert hop_seconds(long, message_bytes) == pytest.approx(0.05 + seconds)
+
+
+def test_a_link_that_ten_segments_fill_never_waits():
+    assert hop_seconds(LinkSpeed(0.001, 1e6), 1e6) == pytest.approx(0.001 + 1.0)
+
+
+@given(links, st.floats(0, 1e8), st.floats(1, 100))
+def test_more_bytes_take_longer_and_more_bandwidth_does_not(link, message_bytes, factor):
+    told = hop_seconds(link, message_bytes)
+    assert hop_seconds(link, message_bytes * factor) >= told * (1 - 1e-9)
+    more = replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * factor)
+    assert hop_seconds(more, message_bytes) <= told * (1 + 1e-9)
+
+
 def test_one_stream_is_the_sum_of_its_parts():
     stages = [Stage(0, 2, (NODE,)), Stage(2, 4, (NODE,))]
     told = predict(MODEL, stages, [LINK, LINK], **WORKLOAD)
