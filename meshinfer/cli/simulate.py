@@ -1,7 +1,8 @@
-"""`meshinfer simulate`: planners compared on made-up networks. Needs no agent and touches none."""
+"""`meshinfer simulate`: planners compared on made-up networks, or whole made-up agents. Needs no agent, touches none."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -29,9 +30,30 @@ def simulate(
     output: Annotated[int, typer.Option("--output", min=1, help="Tokens of a typical answer.")] = 256,
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens to reserve per conversation.")] = 4096,
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Conversations to reserve for.")] = 1,
+    agents: Annotated[
+        int, typer.Option("--agents", min=0, help="Instead: run so many whole agents, on virtual time.")
+    ] = 0,
+    churn: Annotated[
+        float, typer.Option("--churn", min=0, help="With --agents: how long a node lives on average; 0: none dies.")
+    ] = 0.0,
+    clients: Annotated[int, typer.Option("--clients", min=1, max=64, help="With --agents: who ask at once.")] = 4,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1, max=3600, help="With --agents: of virtual time.")
+    ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare planners on the same made-up networks: ours, the true optimum, and the rules of others."""
+    """Compare planners on the same made-up networks: ours, the true optimum, and the rules of others.
+
+    With --agents: see what clients of a mesh get whose nodes come and go.
+    """
+    if agents:
+        from meshinfer.cli.simulate_agents import simulate_agents
+
+        simulate_agents(agents, churn or math.inf, clients, seconds, range(seeds), as_json=as_json)
+        return
+    if churn:
+        raise BadInput("--churn without --agents", expected="both: planners alone do not die")
+
     from meshinfer.planning.workload import Workload
     from meshinfer.testing.phantoms import SMALL_PHANTOMS
     from meshinfer.testing.simulate import COLUMNS, MODELS, rounds, table, worse_than

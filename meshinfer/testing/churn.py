@@ -31,6 +31,7 @@ from meshinfer.testing.engine import Step, exact_answer
 from meshinfer.wire.messages import Place
 
 STAGES = 3
+"""As many nodes as the model needs, at `NODE_BYTES` each."""
 GIVE_UP_SECONDS = 600.0
 """Of virtual time for one answer: a request's own deadline."""
 
@@ -125,6 +126,8 @@ class Goodput:
     """Of good answers."""
     wrong: int = 0
     deaths: int = 0
+    pauses: list[float] = field(default_factory=list[float])
+    """Of each good answer: the longest wait for its next token, the first included."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -140,7 +143,7 @@ def goodput(
         mean_life_seconds: of every node; infinite for none.
         seed: of the deaths.
         seconds: of virtual time.
-        nodes: of which the model needs three.
+        nodes: of which the model needs STAGES.
         clients: at once.
     """
     rng = random.Random(f"{mean_life_seconds} {seed}")  # noqa: S311 - it replays
@@ -153,15 +156,21 @@ def goodput(
             count += 1
             origin = rng.choice(cluster.live())
             prompt, key = (number, count % 200), number * 1000 + count
+            times = [trio.current_time()]
+
+            def on_token(_index: int, times: list[float] = times) -> None:
+                times.append(trio.current_time())
+
             with trio.CancelScope() as connection:
                 scopes.setdefault(origin, set()).add(connection)
                 try:
-                    got = await cluster.ask(origin, cluster.request(prompt, 60, key))
+                    got = await cluster.ask(origin, cluster.request(prompt, 60, key), on_token)
                 except MeshinferError as error:
                     found.errors[error.code] = found.errors.get(error.code, 0) + 1
                     await trio.sleep(1)
                 else:
                     found.answers += 1
+                    found.pauses.append(max(after - before for before, after in pairwise(times)))
                     found.tokens += len(got)
                     found.wrong += got != exact_answer(prompt, key, 60)
             scopes.get(origin, set[trio.CancelScope]()).discard(connection)
