@@ -36,6 +36,8 @@ from meshinfer.models.pull import pull
 from meshinfer.models.store import ModelStore
 from meshinfer.testing import chaos_agents, chaos_room, churn
 from meshinfer.testing.agent_room import MODEL, agent_room
+from meshinfer.testing.agent_witness import idle_cpu
+from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import Outcome, Scenario, machine_scenarios, percentile, scenarios
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 
@@ -46,6 +48,9 @@ REAL_AGENTS = 3
 
 
 WITH_SKEWED_CLOCKS = frozenset(("kill last at token k", "kill runner of head at token k", "stop last for 2 s"))
+
+
+IDLE_SECONDS = 10.0
 
 
 @dataclass
@@ -185,7 +190,11 @@ def real(report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machi
     playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines)]
     with agent_room(machines, store, REAL_AGENTS) as room:
         rows = play_all(playable, seeds, chaos_agents.AgentChaos(room).play, report)
-    report.say(f"\nLoad {os.getloadavg()[0]:.1f} when it ended.")
+        room.wait_settled()
+        shares = idle_cpu(room, IDLE_SECONDS)
+    told = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+    report.say(f"\nIdle for {IDLE_SECONDS:.0f} s afterwards, agent and runners together, of one core: {told}.")
+    report.say(f"Load {os.getloadavg()[0]:.1f} when it ended.")
     return rows
 
 
@@ -196,6 +205,7 @@ def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[str, type[OneMac
         ("real small model", OneMachine),
         ("with a cable each", CabledMachines),
         ("with small disks", SmallDisks),
+        ("with control lines over fault proxies", BadLines),
     ):
         playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines)]
         left = [scenario for scenario in left if scenario not in playable]

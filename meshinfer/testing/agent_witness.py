@@ -10,8 +10,10 @@ And it adds up `recomputed_tokens`. A runner that dies takes what it counted sin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -127,6 +129,22 @@ class Witness:
         self.peak_bytes = max(self.peak_bytes, held)
         if held > MEMORY_BYTES * (1 + KERNEL_SLACK):
             self.violations.add(f"7: the runners of node {agent.node_id} take {held} bytes of {MEMORY_BYTES}")
+
+
+def idle_cpu(room: AgentRoom[OneMachine], seconds: float) -> dict[str, float]:
+    """What each node's agent and runners together take of one core while nothing is asked of them."""
+    before = {name: _cpu_seconds(agent) for name, agent in room.live().items()}
+    time.sleep(seconds)
+    return {name: (_cpu_seconds(agent) - before[name]) / seconds for name, agent in room.live().items()}
+
+
+def _cpu_seconds(agent: RunningAgent) -> float:
+    total = 0.0
+    for process in [psutil.Process(agent.process.pid), *agent.runners()]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _gauge(agent: RunningAgent, name: str) -> int:

@@ -43,13 +43,21 @@ Deed = Literal[
     "refuse memory",
     "slow down",
     "fill disk",
+    "delay lines",
+    "throttle lines",
+    "corrupt lines",
+    "stall lines",
+    "drop lines",
+    "half-close lines",
+    "reset lines",
 ]
 """kill: agent and runners die at once. stop: they freeze, and their sockets stay open. kill runner, hang runner: its
 runner alone dies, or computes no more while it goes on to send heartbeats. freeze runner: it alone is stopped. cut off: nothing passes from or to it;
 deafen: to it; mute: from it. cut from origin: nothing passes between it and the request's origin, while all others
 reach both (a bridge). split: the mesh falls into the origin with as many others as the model needs, and the rest.
 Of real machines only: starve runner: the kernel kills it for want of memory; refuse memory: it gets no more of it;
-slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home."""
+slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home. … lines: its
+control connections (not those of its runners) suffer that from a fault proxy, both ways."""
 Part = Literal["origin", "head", "middle", "last", "planner", "replacement", "holder", "bystander"]
 """replacement: who took a lost seat. holder: any with a seat. bystander: one without a seat that is not the origin."""
 Moment = Literal["prefill", "first token", "token k", "repair"]
@@ -131,6 +139,12 @@ def machine_scenarios() -> tuple[Scenario, ...]:
     disks = tuple(Fault("fill disk", part, "first token") for part in full)
     found.append(Scenario("all disks full", disks))
     found.append(Scenario("all disks full, and kill and restart last", (*disks, Fault("kill", "last", seconds=1.0))))
+    lines: tuple[Deed, ...] = ("delay lines", "throttle lines", "corrupt lines", "stall lines", "drop lines")
+    found += [Scenario(f"{deed} of last for 10 s", (Fault(deed, "last", "first token", 10.0),)) for deed in lines]
+    at_once: tuple[Deed, ...] = ("half-close lines", "reset lines")
+    found += [Scenario(f"{deed} of last", (Fault(deed, "last"),)) for deed in at_once]
+    slow = Fault("delay lines", "planner", "prefill", seconds=20.0)
+    found.append(Scenario("kill last while the lines of the planner are slow", (slow, Fault("kill", "last"))))
     return tuple(found)
 
 

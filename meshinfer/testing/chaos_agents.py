@@ -33,6 +33,7 @@ from meshinfer.serving.election import elect
 from meshinfer.testing.agent_process import RunningAgent
 from meshinfer.testing.agent_room import CONTEXT_TOKENS, MODEL, AgentRoom, RoomError, get, instances
 from meshinfer.testing.agent_witness import Witness, read_agent
+from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import (
     Answer,
     Deed,
@@ -44,6 +45,7 @@ from meshinfer.testing.chaos import (
     answer_violations,
     rest_violations,
 )
+from meshinfer.testing.fault_proxy import Faults
 from meshinfer.testing.machine_faults import kill_for_memory, kills_for_memory_work, refuse_memory
 from meshinfer.testing.machines import CabledMachines, OneMachine, SmallDisks
 from meshinfer.testing.stream_client import Question, ask
@@ -64,6 +66,14 @@ LONG = Question("Say in one word what this is: " + "laptop " * (CONTEXT_TOKENS /
 """Wants memory that a runner has not taken yet."""
 
 _EVERYWHERE: frozenset[Deed] = frozenset(("kill", "stop", "kill runner", "freeze runner", "refuse memory"))
+_LINES: dict[Deed, Faults] = {
+    "delay lines": Faults(delay=0.15, jitter=0.1),
+    "throttle lines": Faults(rate=8_000.0),
+    "corrupt lines": Faults(corrupt=20_000.0),
+    "stall lines": Faults(stall=True),
+    "drop lines": Faults(drop=True),
+}
+_WITH_LINES: frozenset[Deed] = frozenset((*_LINES, "half-close lines", "reset lines"))
 _WITH_CABLES: frozenset[Deed] = frozenset(("cut off", "split", "slow down"))
 
 
@@ -72,6 +82,8 @@ def can_play(scenario: Scenario, machines: type[OneMachine]) -> bool:
     deeds = {fault.deed for fault in scenario.faults} - _EVERYWHERE
     if issubclass(machines, CabledMachines):
         deeds -= _WITH_CABLES
+    if issubclass(machines, BadLines):
+        deeds -= _WITH_LINES
     if issubclass(machines, SmallDisks):
         deeds.discard("fill disk")
     if kills_for_memory_work():
@@ -289,6 +301,13 @@ class _Run:
             case "fill disk", SmallDisks():
                 machines.fill(name)
                 return lambda: machines.empty(name)
+            case "half-close lines", BadLines():
+                machines.half_close(name)
+            case "reset lines", BadLines():
+                machines.reset(name)
+            case _, BadLines() if deed in _LINES:
+                machines.suffer(name, _LINES[deed])
+                return lambda: machines.suffer(name, Faults())
             case _:
                 raise RoomError(f"{deed} cannot be done to {type(machines).__name__}")
         return None

@@ -324,7 +324,7 @@ class _Run:
             case "split":
                 rest = self.rng.sample(everyone, len(everyone) + 1 - self.scenario.stages)
                 network.cut(rest, [other for other in (*everyone, node.node_id) if other not in rest])
-            case "starve runner" | "refuse memory" | "slow down" | "fill disk":
+            case _:
                 raise ValueError(f"{fault.deed}: a simulated machine has no such thing")
         if not math.isfinite(fault.seconds):
             return

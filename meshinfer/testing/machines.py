@@ -4,6 +4,7 @@
     CabledMachines a network namespace and a cable of its own for each; a cable can be pulled, or made slow
     SkewedClocks   one agent whose clocks, wall and monotonic, are an hour ahead of everybody's
     SmallDisks     a home of 4 MiB each, which can be filled
+    (BadLines      fault proxies between them: `testing.bad_lines`)
 
 All but the first need root, as the kernel has it; `why_not()` says what else is missing here.
 """
@@ -85,7 +86,7 @@ class CabledMachines(OneMachine):
 
     @staticmethod
     def why_not() -> str:
-        return _needs_root("ip", "tc")
+        return needs_root("ip", "tc")
 
     def prefix(self, name: str) -> tuple[str, ...]:
         return ("ip", "netns", "exec", self._namespace(name))
@@ -137,7 +138,7 @@ class SkewedClocks(OneMachine):
 
     @staticmethod
     def why_not() -> str:
-        return _needs_root("unshare") or ("" if _faketime() else "it needs libfaketime (apt-get install faketime)")
+        return needs_root("unshare") or ("" if _faketime() else "it needs libfaketime (apt-get install faketime)")
 
     def prefix(self, name: str) -> tuple[str, ...]:
         if name != self.names[0]:
@@ -153,7 +154,7 @@ class SmallDisks(OneMachine):
 
     @staticmethod
     def why_not() -> str:
-        return _needs_root("mount", "umount")
+        return needs_root("mount", "umount")
 
     def fill(self, name: str) -> None:
         """To the last byte."""
@@ -176,7 +177,8 @@ def _faketime() -> str:
     return str(found[0]) if found else ""
 
 
-def _needs_root(*tools: str) -> str:
+def needs_root(*tools: str) -> str:
+    """What is missing for machines that only root can make, with these tools; empty if nothing is."""
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if os.geteuid() != 0:
         return "it needs root"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from command import meshinfer
 from mesh import FRANCE, MODEL, Room, ask, client, get, instances, room, wait_until
+
+from meshinfer.testing.machine_faults import kill_for_memory, kills_for_memory_work
 
 NAMES = ("alpha", "beta", "gamma")
 STORY = "Write a story about a laptop."
@@ -114,13 +116,27 @@ def test_a_killed_node_is_lost_and_comes_back_as_itself(mesh: Room, story: str) 
     mesh.delete_all(origin)
 
 
-def test_a_killed_runner_is_made_again_and_nothing_else_is_touched(mesh: Room, story: str) -> None:
+def killed_by_hand(pid: int) -> None:
+    psutil.Process(pid).kill()
+
+
+def killed_for_memory(pid: int) -> None:
+    """By the kernel, as when the laptop's other programs want it all."""
+    if not kills_for_memory_work():
+        pytest.skip("no control group for memory can be made here")
+    assert kill_for_memory(pid) >= 1
+
+
+@pytest.mark.parametrize("kill", [killed_by_hand, killed_for_memory])
+def test_a_killed_runner_is_made_again_and_nothing_else_is_touched(
+    mesh: Room, story: str, kill: Callable[[int], None]
+) -> None:
     ask(mesh.url("alpha"), FRANCE, 1)
     asking = Asking(mesh.url("gamma"))
     assert asking.started.wait(120)
     before = instances(mesh.url("alpha"))[0]
     victim = mesh.names_by_id()[before["seats"][-1]["node_id"]]
-    psutil.Process(mesh.runners(victim)[0]["pid"]).kill()
+    kill(mesh.runners(victim)[0]["pid"])
     assert asking.answer() == story
     assert all(mesh.sees(name) == set(NAMES) for name in NAMES)
     after = instances(mesh.url("alpha"))[0]

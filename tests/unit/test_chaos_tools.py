@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 
 from meshinfer.testing.agent_room import AgentRoom
 from meshinfer.testing.agent_witness import NEWS_LOOKS, Witness
+from meshinfer.testing.bad_lines import FIRST_PORT, BadLines
 from meshinfer.testing.chaos import machine_scenarios, scenarios
 from meshinfer.testing.chaos_agents import can_play
 from meshinfer.testing.machine_faults import kill_for_memory, kills_for_memory_work, refuse_memory
@@ -91,8 +95,33 @@ def test_a_small_disk_can_be_filled_and_emptied(tmp_path: Path) -> None:
     assert not home.is_mount()
 
 
+@pytest.mark.skipif(bool(BadLines.why_not()), reason=BadLines.why_not() or "it can")
+def test_agents_on_bad_lines_reach_each_other_over_proxies_only(tmp_path: Path) -> None:
+    def on_lines_of_its_own() -> tuple[str, bytes, bytes]:
+        """(the only interface, what came over a good line, what came over one that was reset)"""
+        with BadLines(tmp_path) as machines:
+            for name in ("a", "b"):
+                machines.move_in(name)
+            host, _, port = machines.options("a")[3].removeprefix("--peer=").partition(":")
+            with socket.create_server(("127.0.0.1", FIRST_PORT + 1)) as b, socket.create_connection((host, port)) as a:
+                at_b, _ = b.accept()
+                with at_b:
+                    a.sendall(b"hello")
+                    came = at_b.recv(5)
+                    machines.reset("b")
+                    with contextlib.suppress(ConnectionResetError):
+                        return ",".join(name for _, name in socket.if_nameindex()), came, at_b.recv(5)
+                    return ",".join(name for _, name in socket.if_nameindex()), came, b""
+
+    # A thread of its own: it enters another network.
+    with ThreadPoolExecutor(1) as pool:
+        before = socket.if_nameindex()
+        assert pool.submit(on_lines_of_its_own).result(20) == ("lo", b"hello", b"")
+        assert pool.submit(socket.if_nameindex).result(20) == before
+
+
 def test_every_scenario_of_a_machine_can_be_played_on_one() -> None:
-    kinds = (OneMachine, CabledMachines, SmallDisks)
+    kinds = (OneMachine, CabledMachines, SmallDisks, BadLines)
     memory = {"starve runner"} if not kills_for_memory_work() else set[str]()
     for scenario in machine_scenarios():
         if memory.isdisjoint(fault.deed for fault in scenario.faults):
