@@ -106,10 +106,10 @@ def pull_model(
     from meshinfer.cli.progress import bars
     from meshinfer.models.pull import pull
     from meshinfer.models.store import ModelStore
+    from meshinfer.transport.home_lock import make_home
 
     place = home_or_default(home)
-    # Here, lest the store make it on its way, open to all: keys will lie in it.
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_home(place)  # lest the store make it on its way, open to all
     store = ModelStore(place / "models")
     with bars() as show:
         info = pull(what, store, show, as_id=as_id)

@@ -59,10 +59,10 @@ def simulate(
     from meshinfer.testing.simulate import COLUMNS, MODELS, rounds, table, worse_than
 
     if objective not in ("latency", "throughput"):
-        raise BadInput(f"--objective {objective!r}", expected="latency or throughput")
+        raise BadInput(f"{objective!r} is no --objective", expected="latency or throughput")
     workload = Workload(context, concurrency, prompt, output, objective)
-    phantoms = {name: SMALL_PHANTOMS[_known(name, SMALL_PHANTOMS)] for name in phantom or SMALL_PHANTOMS}
-    models = {name: MODELS[_known(name, MODELS)] for name in model or MODELS}
+    phantoms = {name: SMALL_PHANTOMS[_known(name, SMALL_PHANTOMS, "network")] for name in phantom or SMALL_PHANTOMS}
+    models = {name: MODELS[_known(name, MODELS, "model")] for name in model or MODELS}
     results = rounds(range(seeds), noise, workload, phantoms, models)
     rows = table(results, workload)
     worse = worse_than(results, objective)
@@ -100,8 +100,8 @@ def _cell(rate: float | None, best: float, column: str) -> Text:
     return Text("–" if rate is None else f"{rate:.3g}", style=style)
 
 
-def _known(name: str, among: object) -> str:
+def _known(name: str, among: object, what: str) -> str:
     assert isinstance(among, dict)
     if name not in among:
-        raise BadInput(f"{name!r} is not one of them", expected=f"one of {', '.join(among)}")
+        raise BadInput(f"no made-up {what} is called {name!r}", expected=f"one of {', '.join(among)}")
     return name

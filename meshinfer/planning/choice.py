@@ -1,8 +1,7 @@
 """Which placements are worth proposing: the quickest of one kind (pipelines, groups, both), best first.
 
-    pools of nodes ─► orders, under a cap on chunk time (`orders`) ─► cuts of each order (`quickest`) ─► ranking
-                           ▲                                             │
-                           └──────────── a lower cap while it can pay ───┘
+    pools of nodes ─► orders by moves (`orders`) ─► small mesh: what the moves missed ─► ranking
+                           └─ cuts of each order (`quickest`) ─┘
 
 Up to POOL nodes are searched together. In a larger mesh each node is looked at as a head with the nodes it
 has measured links to: the most promising heads' neighbourhoods are the pools, and every node that could hold
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from meshinfer.planning.holders import Holder
-from meshinfer.planning.orders import Orders
+from meshinfer.planning.orders import STARTS, Orders
 from meshinfer.planning.problem import Problem
 from meshinfer.planning.quickest import Cuts, quickest_cuts
 from meshinfer.planning.rows import NEVER, alone
@@ -30,16 +29,12 @@ EXACT_GROUP_NODES = 5
 POOL = 40
 POOLS = 3
 """Neighbourhoods that are searched in a larger mesh; a second or third finds what the estimate of the first missed."""
-CAPS = (1.02, 0.8, 0.65)
-"""Of the best bottleneck so far: caps on chunk times that are tried next, until none of them helps."""
-MOST_SEARCHES = 12
-"""A bound, not a goal: 1 for prompts of one chunk, 4 to 7 for others."""
 EXACT_CAP_FACTOR = 0.9
 """The exact search takes all caps in turn, each lower by so much, as long as one of them may pay."""
-POLISHING_ROUNDS, POLISHING_NODES = 8, 6
-"""Of the best order where the bottleneck counts: the searches under caps do not see that a node more lowers it."""
-CUT_ORDERS, CUT_ORDERS_CAPPED = 12, 4
-"""Orders of a search whose cuts are found, without and with a cap; a preview shows no more."""
+CUT_ORDERS = 12
+"""Orders whose cuts are kept; a preview shows no more."""
+FINELY_CUT = 2
+"""Of these, where the bottleneck counts: the search cuts near a guess of it, and these get the best there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,89 +101,64 @@ def _search(
     if not holders:
         return
     k = problem.terms.further_chunks
-    # Looked up often: the same few thousand pairs under every cap.
+    # Looked up often: the same few thousand pairs in every search.
     hop, transfer, back = (_table(holders, each) for each in (problem.hop, problem.transfer, problem.back))
-    cut: set[tuple[int, ...]] = set()
 
-    def is_candidate(order: tuple[int, ...]) -> bool:
-        members = sum(holders[index].members for index in order)
-        return not problem.required & ~members and (not groups or min(order) < groups)
+    def offer(order: tuple[int, ...], cuts: Cuts) -> None:
+        choice = Choice(tuple(holders[index] for index in order), cuts)
+        rival = best.get(choice.members)
+        if rival is None or choice.key < rival.key:
+            best[choice.members] = choice
 
-    def keep(order: tuple[int, ...]) -> None:
-        if order in cut or not is_candidate(order):
-            return
-        cut.add(order)
+    def cut(order: tuple[int, ...], known: Cuts | None = None) -> None:
+        """Offer `order` with the best cuts there are."""
         pairs = list(pairwise(order))
         way = sum(hop(*pair) for pair in pairs) + (back(order[-1], order[0]) if pairs else 0)
         slowest = max((transfer(*pair) for pair in pairs), default=0) if k else 0
-        stages = [holders[index] for index in order]
-        cuts = quickest_cuts(stages, way, slowest, k, rival=least())
+        cuts = quickest_cuts([holders[index] for index in order], way, slowest, k, known)
         if cuts is not None:
-            choice = Choice(tuple(stages), cuts)
-            rival = best.get(choice.members)
-            if rival is None or choice.key < rival.key:
-                best[choice.members] = choice
-
-    def search(
-        cap: int | None, starts: Sequence[tuple[int, ...]], to_beat: Callable[[], int] | None = None
-    ) -> list[tuple[int, ...]]:
-        """Orders under a cap on chunk times: by moves, or exactly those below `to_beat`."""
-        orders = Orders(
-            holders if cap is None else [holder.capped(cap) for holder in holders],
-            hop if cap is None else lambda a, b: hop(a, b) if transfer(a, b) <= cap else NEVER,
-            back,
-            required=problem.required,
-            least_stages=least_stages,
-            one_of=frozenset(range(groups)),
-            to_beat=to_beat or (lambda: NEVER),
-            found=keep if to_beat else None,
-        )
-        if to_beat is not None:
-            orders.exactly()
-            return []
-        orders.by_moves(starts)
-        found = [order.holders for order in orders.found[: CUT_ORDERS if cap is None else CUT_ORDERS_CAPPED]]
-        for order in found:
-            keep(order)
-        return found[:2]
+            offer(order, cuts)
 
     def least() -> int:
         return min((choice.cuts.cost for choice in best.values()), default=NEVER)
 
-    index_of = {holder: index for index, holder in enumerate(holders)}
-
-    def polish() -> None:
-        """Moves of the best order by its true J: to leave a stage out, to put another beside it."""
-        by_rate = sorted(range(len(holders)), key=lambda index: (holders[index].run[-1], index))
-        for _ in range(POLISHING_ROUNDS):
-            before, choice = least(), min(best.values(), key=lambda each: each.key)
-            order = tuple(index_of[stage] for stage in choice.stages)
-            for place in range(len(order)):
-                if len(order) > max(1, least_stages):
-                    keep((*order[:place], *order[place + 1 :]))
-            others = [index for index in by_rate if not holders[index].members & choice.members]
-            for index in others[:POLISHING_NODES]:
-                ways = [(*order[:place], index, *order[place:]) for place in range(len(order) + 1)]
-                keep(min(ways, key=lambda way: (sum(map(hop, way[:-1], way[1:])) + back(way[-1], way[0]), way)))
-            if least() >= before:
-                return
-
-    starts = search(None, ())
-    # What this build cannot run is not worth as many searches.
-    caps = CAPS[:1] if groups else CAPS
-    searches, factors = 1, list(caps)
-    while k and best and factors and searches < MOST_SEARCHES:
-        before, bottleneck = least(), min(best.values(), key=lambda choice: choice.key).cuts.bottleneck
-        starts = search(int(bottleneck * factors.pop(0)), starts) or starts
-        searches += 1
-        if least() < before - before // 1000:
-            factors = list(caps)
-    if k and best:
-        polish()
+    required, one_of = problem.required, frozenset(range(groups))
+    # Where the bottleneck counts, pipelines are longer and rounds dearer, and more rounds lead to the same end. What
+    # this build cannot run is not worth as many either.
+    starts = STARTS // 2 if k or groups else STARTS
+    orders = Orders(
+        holders,
+        hop,
+        back,
+        starts=starts,
+        transfer=transfer,
+        further_chunks=k,
+        required=required,
+        least_stages=least_stages,
+        one_of=one_of,
+    )
+    orders.by_moves()
+    for place, order in enumerate(orders.found[:CUT_ORDERS]):
+        offer(order.holders, order.cuts)
+        if k and place < FINELY_CUT:
+            cut(order.holders, order.cuts)
     if not is_exact:
         return
+
+    def exactly(cap: int | None, to_beat: Callable[[], int]) -> None:
+        Orders(
+            holders if cap is None else [holder.capped(cap) for holder in holders],
+            hop if cap is None else lambda a, b: hop(a, b) if transfer(a, b) <= cap else NEVER,
+            back,
+            required=required,
+            least_stages=least_stages,
+            one_of=one_of,
+            to_beat=to_beat,
+            found=cut,
+        ).exactly()
+
     if not k:
-        search(None, (), least)
+        exactly(None, least)
         return
     cap = max(holder.chunk_cost(0, len(holder.run) - 1) for holder in holders)
     smallest = min(holder.chunk_once for holder in holders) + 1
@@ -196,7 +166,7 @@ def _search(
         # What has its bottleneck below the next cap is found there; all else pays for a larger one.
         following = int(cap * EXACT_CAP_FACTOR)
         if least() > k * following:
-            search(cap, (), lambda following=following: least() - k * following)
+            exactly(cap, lambda following=following: least() - k * following)
         cap = following
 
 

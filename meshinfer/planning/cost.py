@@ -27,7 +27,7 @@ every IEEE machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum
 
@@ -216,18 +216,28 @@ def few_rows_seconds(node: NodeSpeed, read_bytes: float, again_bytes: float, flo
 def decode_time(model: ModelWork, stage: Stage, batch: int, context: float) -> StageTime:
     """One decode step of a stage; embedding lookup, head and sampling where they are."""
     work = stage.work or model
-    compute = fsum(
-        max(
-            layer_decode_seconds(work.layers[index], node, batch, context, stage.share(rank))
+
+    def slowest_rank(layer: LayerWork) -> float:
+        return max(
+            layer_decode_seconds(layer, node, batch, context, stage.share(rank))
             for rank, node in enumerate(stage.ranks)
         )
-        for index in range(stage.start, stage.end)
-    )
+
+    compute = _over_layers(work, stage, slowest_rank)
     if stage.start == 0:
         compute += embedding_seconds(work, stage, batch)
     if stage.end == len(work.layers):
         compute += head_seconds(work, stage, batch)
     return StageTime(compute, all_reduces_seconds(work, stage, batch), overhead_seconds(stage))
+
+
+def _over_layers(work: ModelWork, stage: Stage, price: Callable[[LayerWork], float]) -> float:
+    """The sum of `price` over a stage's layers; equal layers are one object, and priced once."""
+    prices: dict[int, float] = {}
+    for layer in work.layers[stage.start : stage.end]:
+        if id(layer) not in prices:
+            prices[id(layer)] = price(layer)
+    return fsum(prices[id(layer)] for layer in work.layers[stage.start : stage.end])
 
 
 def prefill_time(model: ModelWork, stage: Stage, chunk: int, context: float) -> StageTime:

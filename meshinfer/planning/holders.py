@@ -7,10 +7,9 @@ are indices into the model's boundaries, as in `partition`.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise, permutations
 
 from meshinfer.planning.cost import (
@@ -65,16 +64,6 @@ class Holder:
     soonest: tuple[int, ...]
     """For each position, the nearest that a stage starting there may end at. Ascending."""
 
-    @cached_property
-    def earliest_start(self) -> tuple[int, ...]:
-        """For each position, the first from which a stage can end there; itself if none."""
-        return tuple(min(end, bisect_left(self.latest, end)) for end in range(len(self.run)))
-
-    @cached_property
-    def latest_start(self) -> tuple[int, ...]:
-        """For each position, the last from which a stage may end there; -1 if none."""
-        return tuple(min(end, bisect_right(self.soonest, end)) - 1 for end in range(len(self.run)))
-
     def allows(self, start: int, end: int) -> bool:
         return self.soonest[start] <= end <= self.latest[start]
 
@@ -128,6 +117,7 @@ class Holders:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._works: dict[bool, ModelWork] = {}
         self._needs: dict[tuple[bool, int], RangeNeeds] = {}
+        self._reach: dict[tuple[int, int], tuple[int, ...]] = {}
         self._tables: dict[object, tuple[tuple[int, ...], ...]] = {}
 
     def work(self, computes_float32: bool) -> ModelWork:
@@ -150,6 +140,13 @@ class Holders:
             )
         return Room(self._needs[key], candidate.overhead_bytes, candidate.free_bytes)
 
+    def _furthest(self, candidate: Candidate, ranks: int) -> tuple[int, ...]:
+        """As `partition` has it; a node is asked for each group that it could be in."""
+        key = candidate.index, ranks
+        if key not in self._reach:
+            self._reach[key] = furthest(self.room(candidate, ranks), self.bounds)
+        return self._reach[key]
+
     def node(self, candidate: Candidate) -> Holder:
         """A node as a stage of its own."""
         return self._make([candidate], None)
@@ -167,7 +164,7 @@ class Holders:
         stage = Stage(0, len(work.layers), speeds, inner, heads=tuple(candidate.rates.head for candidate in ring))
         overhead = picoseconds(max(speed.step_overhead_seconds for speed in speeds))
         embedding_chunk = picoseconds(embedding_seconds(work, stage, terms.chunk_tokens))
-        reach = [furthest(self.room(candidate, len(ring)), bounds) for candidate in ring]
+        reach = [self._furthest(candidate, len(ring)) for candidate in ring]
         latest = reach[0] if len(ring) == 1 else tuple(min(ends) for ends in zip(*reach, strict=True))
         soonest = tuple(range(1, len(bounds) + 1))
         if ring[0].layers:

@@ -110,9 +110,10 @@ def activation_bytes(
     heads = card.attention_heads or -(-card.hidden_size // ASSUMED_HEAD_WIDTH)
     stream = (8 * card.hidden_size + 4 * inner) * chunk * element
     scores = heads * chunk * context_tokens * element if computes_float32 else 0
+    # Most layers of a model are alike, and often one object.
+    unlike = {id(layer): index for index, layer in enumerate(card.layers)}
     growth = max(
-        card.cache_bytes(layer, layer + 1, context_tokens, concurrency, computes_float32)
-        for layer in range(card.layer_count)
+        card.cache_bytes(index, index + 1, context_tokens, concurrency, computes_float32) for index in unlike.values()
     )
     logits = 4 * card.vocab_size * concurrency
     # 10 % for what the formula does not see (allocator rounding, norms, rotary tables): its worst miss was 8 %.

@@ -2,8 +2,9 @@
 
 By moves, in meshes of any size: greedy pipelines from each head, then one move after the other: leave a
 stage out, put another holder in its place or beside it, turn a part of the way round. A move is judged by
-an estimate (layers go to the quickest holders that are there, as far as they have room), and the most
-promising few by their true cost, cuts and all. Polynomial, and good to a few per mille.
+an estimate (`fill`: layers go to the quickest holders that are there), and the most promising few by their true
+cost, cuts and all. Estimates are made in the order of a bound that is cheaper still, until no bound is below
+what was found. Polynomial, and good to a few per mille.
 
 Exactly, in small meshes, with the pipeline that the moves found as the one to beat: a *state* is (nodes
 used, first holder, last holder) with its row of costs for each position reached. Of two ways to a state one
@@ -12,8 +13,9 @@ Karp's growth (1962) with a row where they have a number: 2ⁿ·n² states inste
 cannot beat the best by a part in WORTH_IT is dropped too: what is left costs at least what the quickest holders
 that are left would take for it. A full mesh of 12 has 119 million directed cycles; none is enumerated.
 
-J has one maximum in it, the slowest prefill chunk, which counts for prompts of several chunks only. It is
-handled from outside: a search runs under a *cap* on chunk times, which is lowered until that cannot pay.
+J has one maximum in it, the slowest prefill chunk, which counts for prompts of several chunks only. The moves have
+it in their estimates. The exact search is run under a *cap* on chunk times from outside, which is lowered
+until that cannot pay.
 """
 
 from __future__ import annotations
@@ -23,13 +25,20 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import lt
 
+from meshinfer.planning.fill import Fill
 from meshinfer.planning.holders import Holder
-from meshinfer.planning.rows import NEVER, Row, alone, first_row, grow, joined, last_row
+from meshinfer.planning.quickest import Cuts, cuts_near
+from meshinfer.planning.rows import NEVER, Row, first_row, grow, joined, last_row
 
 STARTS = 4
 """Greedy pipelines that are moved. Twice as many take twice the time."""
-TRUE_COSTS = 6
-"""Of the moves of each round: so many are priced truly, the most promising first."""
+GREEDY_LEVELS = (2, 4, 8)
+"""Where the bottleneck counts: greedy pipelines stop at chunks as slow as so many of the quickest would have."""
+LEAST_PRICES, MOST_PRICES, PRICED_BLOCKS = 3, 20, 2000
+"""Of the moves of each round so many are priced truly, the most promising first: as many as have so many blocks times
+stages together, which is what a price costs."""
+ENOUGH = 1.003
+"""Cuts so near to the estimate, which divides blocks where it likes, are not improved while orders are compared."""
 MOST_ROUNDS = 40
 WORTH_IT = 500
 """The exact search looks for what is better by a part in so many; the goal is one in a hundred."""
@@ -42,8 +51,12 @@ class Order:
     """Holders in pipeline order, by index."""
 
     holders: tuple[int, ...]
-    cost: int
-    """J with its best cuts, the bottleneck's share aside."""
+    cuts: Cuts
+
+    @property
+    def cost(self) -> int:
+        """J with these cuts."""
+        return self.cuts.cost
 
 
 class Orders:
@@ -53,6 +66,9 @@ class Orders:
         holders: whose members may overlap (groups); a pipeline uses each node once.
         hop: J of a hop from one holder to another, by index; NEVER if it must not be used.
         back: J of the tokens' way back from the last holder to the first.
+        starts: greedy pipelines that are moved.
+        transfer: how long a prefill chunk keeps a link busy, where the bottleneck counts.
+        further_chunks: how often the bottleneck counts; 0 for the exact search, which is under a cap.
         required: nodes (bit set) that every pipeline must have.
         least_stages: with fewer it is no candidate.
         one_of: of these holders every candidate has at least one; empty: no such wish.
@@ -66,29 +82,33 @@ class Orders:
         hop: Callable[[int, int], int],
         back: Callable[[int, int], int],
         *,
+        starts: int = STARTS,
+        transfer: Callable[[int, int], int] = lambda _one, _other: 0,
+        further_chunks: int = 0,
         required: int = 0,
         least_stages: int = 1,
         one_of: frozenset[int] = frozenset(),
         to_beat: Callable[[], int] = lambda: NEVER,
-        found: Callable[[tuple[int, ...]], None] | None = None,
+        found: Callable[[tuple[int, ...]], None] = lambda _order: None,
     ) -> None:
         self._holders = holders
         self._hop = hop
         self._back = back
+        self._starts = starts
+        self._transfer = transfer
+        self._k = further_chunks
         self._required = required
         self._least_stages = least_stages
         self._one_of = one_of
         self._to_beat = to_beat
         self._tell = found
         self._last = len(holders[0].run) - 1 if holders else 0
-        self._rooms = [max(end - start for start, end in enumerate(h.latest)) for h in holders]
-        """The most blocks that each could hold anywhere."""
-        self._rates = [h.run[-1] // self._last for h in holders]
-        """J of an average block."""
-        self._by_rate = sorted(range(len(holders)), key=lambda index: (self._rates[index], index))
+        self._fill = Fill(holders, further_chunks)
+        self._is_free = not required and not one_of and least_stages == 1
+        """Any order is a candidate."""
         self._found: dict[int, Order] = {}
         """The best order of each set of nodes that was priced."""
-        self._prices: dict[tuple[int, ...], int] = {}
+        self._prices: dict[tuple[int, ...], Cuts | None] = {}
 
     @property
     def found(self) -> list[Order]:
@@ -96,23 +116,22 @@ class Orders:
         return sorted(self._found.values(), key=lambda order: (order.cost, order.holders))
 
     def price(self, order: tuple[int, ...]) -> int:
-        """J of the best cuts of `order`, the bottleneck's share aside; NEVER if none fit."""
+        """J of the best cuts of `order`; NEVER if none fit."""
         if order not in self._prices:
-            self._prices[order] = cost = self._cost(order)
-            self._offer(order, cost)
-        return self._prices[order]
+            self._prices[order] = cuts = self._cuts(order)
+            if cuts is not None:
+                self._offer(order, cuts)
+        cuts = self._prices[order]
+        return cuts.cost if cuts is not None else NEVER
 
-    def _cost(self, order: tuple[int, ...]) -> int:
-        holders = self._holders
-        if len(order) == 1:
-            return alone(holders[order[0]])
+    def _cuts(self, order: tuple[int, ...]) -> Cuts | None:
         hops = self._hops(order)
         if hops >= NEVER:
-            return NEVER
-        row = first_row(holders[order[0]])
-        for index in order[1:-1]:
-            row = grow(row, holders[index])
-        return min(NEVER, joined(row, last_row(holders[order[-1]])) + hops)
+            return None
+        stages = [self._holders[index] for index in order]
+        level = self._fill.best(_mask(order), order).level if self._k else 0.0
+        enough = self._estimate(order) * ENOUGH if self._k else 0.0
+        return cuts_near(stages, hops, self._slowest(order), self._k, level, enough)
 
     def _hops(self, order: tuple[int, ...]) -> int:
         """All of them, the way back among them; NEVER if one must not be used."""
@@ -120,14 +139,20 @@ class Orders:
             return 0
         return min(NEVER, sum(map(self._hop, order[:-1], order[1:])) + self._back(order[-1], order[0]))
 
-    def _offer(self, order: tuple[int, ...], cost: int) -> None:
-        if cost < NEVER and self._is_candidate(order):
+    def _slowest(self, order: tuple[int, ...]) -> int:
+        """Transfer of a prefill chunk, where that counts."""
+        return max(map(self._transfer, order[:-1], order[1:])) if self._k and len(order) > 1 else 0
+
+    def _offer(self, order: tuple[int, ...], cuts: Cuts) -> None:
+        if self._is_candidate(order):
             members = sum(self._holders[index].members for index in order)
             rival = self._found.get(members)
-            if rival is None or (cost, order) < (rival.cost, rival.holders):
-                self._found[members] = Order(order, cost)
+            if rival is None or (cuts.cost, order) < (rival.cost, rival.holders):
+                self._found[members] = Order(order, cuts)
 
     def _is_candidate(self, order: Sequence[int]) -> bool:
+        if self._is_free:
+            return True
         members = sum(self._holders[index].members for index in order)
         return (
             not self._required & ~members
@@ -137,78 +162,108 @@ class Orders:
 
     # --- by moves -------------------------------------------------------------------------------
 
-    def by_moves(self, starts: Sequence[tuple[int, ...]] = ()) -> None:
-        """Look from each of `starts`, and from greedy pipelines."""
+    def by_moves(self) -> None:
+        """Look from greedy pipelines on."""
         for index in range(len(self._holders)):
             self.price((index,))
-        greedy = [order for index in range(len(self._holders)) if (order := self._greedy(index))]
-        greedy = sorted(dict.fromkeys(greedy), key=lambda order: (self._estimate(order), order))[: 2 * STARTS]
-        greedy = sorted(greedy, key=lambda order: (self.price(order), order))[:STARTS]
+        count = self._starts
+        greedy = [
+            order
+            for level in self._levels()
+            for index in range(len(self._holders))
+            if (order := self._greedy(index, level))
+        ]
+        greedy = sorted(dict.fromkeys(greedy), key=lambda order: (self._estimate(order), order))[: 2 * count]
+        greedy = sorted(greedy, key=lambda order: (self.price(order), order))[:count]
         single = [each.holders for each in self.found if len(each.holders) == 1][:1]
-        for start in dict.fromkeys((*starts, *greedy, *single)):
+        for start in dict.fromkeys((*greedy, *single)):
             self._improve(start)
 
-    def _greedy(self, head: int) -> tuple[int, ...]:
+    def _levels(self) -> list[float]:
+        """Chunk times to which greedy pipelines fill their stages."""
+        paces, levels = sorted(self._fill.paces), [float(NEVER)]
+        if self._k:
+            levels += [self._last / sum(1 / each for each in paces[:count]) for count in GREEDY_LEVELS]
+        return levels
+
+    def _greedy(self, head: int, level: float) -> tuple[int, ...]:
         """From `head` on, always the holder that is cheapest for each block it takes; () if it never ends."""
-        order, members = [head], self._holders[head].members
-        reach = self._holders[head].latest[0]
-        while reach < self._last or not self._is_candidate(order):
+        fill, last = self._fill, self._last
+        rates, paces = fill.rates, fill.paces
+        order, members, used = [head], self._holders[head].members, 1 << head
+        most = [last if level >= NEVER else max(1, int(level / pace)) for pace in paces]
+        reach = min(self._holders[head].latest[0], most[head])
+        while reach < last or not self._is_candidate(order):
             # As a stage that is not the last it leaves the last block to others.
-            reach = min(reach, self._last - 1)
+            reach = min(reach, last - 1)
             best: tuple[float, int] | None = None
             for index, holder in enumerate(self._holders):
-                blocks = holder.latest[reach] - reach
-                if blocks > 0 and not members & holder.members:
-                    needed = bool(holder.members & self._required) or index in self._one_of
-                    each = (self._hop(order[-1], index) + holder.once) / blocks + self._rates[index]
-                    best = min(best or (each, index), (each / 1e6 if needed else each, index))
+                blocks = min(holder.latest[reach] - reach, most[index])
+                if blocks > 0 and not used >> index & 1 and not members & holder.members:
+                    each = (self._hop(order[-1], index) + holder.once) / blocks + rates[index]
+                    if not self._is_free and (holder.members & self._required or index in self._one_of):
+                        each /= 1e6
+                    if best is None or (each, index) < best:
+                        best = each, index
             if best is None:
                 return ()
             order.append(best[1])
             members |= self._holders[best[1]].members
-            reach = self._holders[best[1]].latest[reach]
+            used |= 1 << best[1]
+            reach = max(reach + 1, min(self._holders[best[1]].latest[reach], reach + most[best[1]]))
         return tuple(order)
 
-    def _estimate(self, order: tuple[int, ...]) -> int:
-        """J if blocks were all alike and stages could hold any of them: the quickest holders get what they have room for."""
-        left, total = self._last, self._hops(order)
-        for index in sorted(order, key=self._rates.__getitem__):
-            blocks = min(left, self._rooms[index])
-            total += self._holders[index].once + blocks * self._rates[index]
-            left -= blocks
-        return total + self._holders[order[-1]].last_once if not left else NEVER
+    def _estimate(self, order: tuple[int, ...]) -> float:
+        """J if blocks were all alike and stages could hold any of them."""
+        filled = self._fill.best(_mask(order), order)
+        cost, slowest = filled.cost, self._slowest(order)
+        if slowest > filled.level and cost < NEVER:
+            cost = self._fill.at(order, slowest)
+        return min(float(NEVER), cost + self._hops(order) + self._holders[order[-1]].last_once)
+
+    def _bound(self, order: tuple[int, ...]) -> float:
+        """Less than the estimate never is."""
+        bound = self._fill.bound(_mask(order), order)
+        return min(float(NEVER), bound + self._hops(order) + self._holders[order[-1]].last_once)
 
     def _improve(self, order: tuple[int, ...]) -> None:
         """Move `order` while that makes it cheaper."""
         cost = self.price(order)
         for _ in range(MOST_ROUNDS):
-            promising = sorted((self._estimate(moved), moved) for moved in set(self._moves(order)))
-            best = min(
-                ((self.price(moved), moved) for estimate, moved in promising[:TRUE_COSTS] if estimate < NEVER),
-                default=(NEVER, order),
-            )
+            best = min(((self.price(moved), moved) for moved in self._promising(order)), default=(NEVER, order))
             if best[0] >= cost:
                 return
             cost, order = best
 
+    def _promising(self, order: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The moves with the least estimates."""
+        count = max(LEAST_PRICES, min(MOST_PRICES, PRICED_BLOCKS // (len(order) * self._last)))
+        best: list[tuple[float, tuple[int, ...]]] = []
+        for bound, moved in sorted((self._bound(moved), moved) for moved in set(self._moves(order))):
+            if bound >= NEVER or (len(best) == count and bound > best[-1][0]):
+                break
+            estimate = self._estimate(moved)
+            if estimate < NEVER:
+                best = sorted([*best, (estimate, moved)])[:count]
+        return [moved for _, moved in best]
+
     def _moves(self, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         stages = len(order)
         members = sum(self._holders[index].members for index in order)
-        for place, index in enumerate(order):
-            before, after = order[:place], order[place + 1 :]
-            others = members & ~self._holders[index].members
-            if stages > 1 and self._is_candidate((*before, *after)):
-                yield (*before, *after)
-            for other, holder in enumerate(self._holders):
-                if other != index and not others & holder.members:
-                    moved = (*before, other, *after)
-                    if self._is_candidate(moved):
-                        yield moved
-                if not members & holder.members:
-                    yield (*before, other, *order[place:])
+        if stages > 1:
+            for place in range(stages):
+                shorter = (*order[:place], *order[place + 1 :])
+                if self._is_candidate(shorter):
+                    yield shorter
         for other, holder in enumerate(self._holders):
             if not members & holder.members:
-                yield (*order, other)
+                yield self._beside(order, other)
+            for place, index in enumerate(order):
+                # A group may take the place of its own members only.
+                if other != index and not (members & ~self._holders[index].members) & holder.members:
+                    moved = (*order[:place], other, *order[place + 1 :])
+                    if self._is_candidate(moved):
+                        yield moved
         if stages <= REORDERED_STAGES:
             for start in range(stages):
                 for end in range(start + 2, stages + 1):
@@ -216,6 +271,20 @@ class Orders:
                     # The first of the part goes to its end, and the last of it to its beginning.
                     yield (*order[:start], *order[start + 1 : end], order[start], *order[end:])
                     yield (*order[:start], order[end - 1], *order[start : end - 1], *order[end:])
+
+    def _beside(self, order: tuple[int, ...], other: int) -> tuple[int, ...]:
+        """`order` with `other` in it where that is the shortest way."""
+        hop, back, last = self._hop, self._back, len(order)
+        into = [hop(index, other) for index in order]
+        out_of = [hop(other, index) for index in order]
+        first, final = order[0], order[-1]
+        turn = back(final, first) if last > 1 else 0
+        ways = [(out_of[0] + back(final, other) - turn, 0), (into[-1] + back(other, first) - turn, last)]
+        ways += [
+            (into[place - 1] + out_of[place] - hop(order[place - 1], order[place]), place) for place in range(1, last)
+        ]
+        _, place = min(ways)
+        return (*order[:place], other, *order[place:])
 
     # --- exactly --------------------------------------------------------------------------------
 
@@ -249,10 +318,8 @@ class Orders:
                         longer = (*order, index)
                         hop_row = [cost + hop if cost < NEVER else NEVER for cost in open_row]
                         closed = joined(hop_row, ends[index]) + self._back(index, first)
-                        if closed < limit:
-                            self._offer(longer, closed)
-                            if self._tell is not None and self._is_candidate(longer):
-                                self._tell(longer)
+                        if closed < limit and self._is_candidate(longer):
+                            self._tell(longer)
                         grown = grow(hop_row, holder)
                         key = (members | holder.members, first, index)
                         floor = floors.get(key)
@@ -266,23 +333,21 @@ class Orders:
     def _limit(self) -> int:
         """What must be beaten."""
         best = self._to_beat()
-        if self._tell is None:
-            best = min(best, min((order.cost for order in self._found.values()), default=NEVER))
         return best - best // WORTH_IT
 
     def _least_rest(self, members: int, least_once: int, least_back: int) -> Row:
         """For each position, what the layers from there on cost at least, without `members`; NEVER if they do not fit."""
-        free = [index for index in self._by_rate if not members & self._holders[index].members]
+        free = [index for index in self._fill.by_rate if not members & self._holders[index].members]
         # Groups overlap, so their rooms may count nodes twice: still no more than there is.
         blocks = [NEVER] * (self._last + 1)
         blocks[0] = 0
         filled = total = 0
         cheapest = [min(after - before for before, after in pairwise(self._holders[index].run)) for index in free]
         for rate, index in sorted(zip(cheapest, free, strict=True)):
-            for _ in range(min(self._rooms[index], self._last - filled)):
+            for _ in range(min(self._fill.rooms[index], self._last - filled)):
                 filled, total = filled + 1, total + rate
                 blocks[filled] = total
-        largest = list(accumulate(sorted((self._rooms[index] for index in free), reverse=True)))
+        largest = list(accumulate(sorted((self._fill.rooms[index] for index in free), reverse=True)))
         stages = 1
         row = [NEVER] * (self._last + 1)
         for count in range(1, self._last + 1):
@@ -292,3 +357,10 @@ class Orders:
                 break
             row[self._last - count] = min(NEVER, blocks[count] + stages * least_once + least_back)
         return row
+
+
+def _mask(order: Sequence[int]) -> int:
+    mask = 0
+    for index in order:
+        mask |= 1 << index
+    return mask

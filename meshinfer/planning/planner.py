@@ -41,9 +41,9 @@ from meshinfer.planning.partition import balanced_cuts, boundaries
 from meshinfer.planning.plan import Declined, Plan, Preview, Refusal, SeatMemory
 from meshinfer.planning.prediction import HopAt, Prediction, StageAt, predict
 from meshinfer.planning.problem import Problem, holds, memory_in_turn, slowest_link
-from meshinfer.planning.quickest import quickest_cuts, with_headroom
+from meshinfer.planning.quickest import cuts_near, with_headroom
 from meshinfer.planning.search import cycles
-from meshinfer.planning.terms import Terms, way
+from meshinfer.planning.terms import Terms, picoseconds, way
 from meshinfer.planning.work import model_work
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.topology.card import NodeCard
@@ -418,6 +418,8 @@ def _declined(problem: Problem, choice: Plan) -> tuple[Declined, ...]:
     idle.sort(key=lambda index: (problem.holder(index).run[-1], index))
     out: list[Declined] = []
     assert choice.prediction is not None
+    # Another node can only lower the bottleneck; where it would not help, it is about what it is now.
+    level = float(picoseconds(max(stage.chunk_seconds for stage in choice.prediction.stages)))
     for index in idle[:MAX_DECLINED]:
         best: Choice | None = None
         ways = [(*order[:place], problem.holder(index), *order[place:]) for place in range(len(order) + 1)]
@@ -426,7 +428,7 @@ def _declined(problem: Problem, choice: Plan) -> tuple[Declined, ...]:
             slowest = (
                 max(problem.transfer(*pair) for pair in pairwise(ways[place])) if problem.terms.further_chunks else 0
             )
-            cuts = quickest_cuts(ways[place], hops, slowest, problem.terms.further_chunks, rival=0)
+            cuts = cuts_near(ways[place], hops, slowest, problem.terms.further_chunks, level)
             if cuts is not None and (best is None or cuts.cost < best.cuts.cost):
                 best = Choice(ways[place], cuts)
         if best is not None:

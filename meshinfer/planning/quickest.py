@@ -2,7 +2,7 @@
 
 The sum of stages and hops is a row programme (`rows`). The one maximum in J, the slowest chunk, is met by a
 cap on it: under each cap the least sum is found, from loose caps to tight ones, in coarse steps and then in
-fine ones about the best. The sum rises as the cap falls, so it ends once the sum with the least bottleneck
+fine ones about the best; while orders are searched, only near a guess (`cuts_near`). The sum rises as the cap falls, so it ends once the sum with the least bottleneck
 that these holders could have is no better than the best J.
 """
 
@@ -18,8 +18,8 @@ from meshinfer.planning.rows import NEVER, Row, alone, first_row, grow, joined, 
 
 COARSE, FINE = 16, 100
 """Each cap is lower than the last bottleneck by a part in so many, or by one block if that is more."""
-NEAR = 32
-"""A coarse step misses less than this part of J."""
+NEAR_STEPS = 3
+"""Of a guess, down one block each, while J falls."""
 FEW_BLOCKS = 32
 """Up to so many, a block is a large part of a stage and J has many valleys: every bottleneck that there is is tried."""
 SHARE_STEPS = 64
@@ -39,7 +39,7 @@ class Cuts:
 
 
 def quickest_cuts(
-    holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int, *, rival: int = NEVER
+    holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int, known: Cuts | None = None
 ) -> Cuts | None:
     """Of least J; None if none fit.
 
@@ -48,18 +48,18 @@ def quickest_cuts(
         hops: J of all hops, the way back among them.
         slowest_transfer: of a chunk, over the links between them.
         further_chunks: how often the bottleneck counts.
-        rival: what must be beaten: if the coarse steps come nowhere near it, the fine ones are not taken.
+        known: some that fit; what cannot be better is not looked at.
     """
     free = _under(None, holders, hops, slowest_transfer, further_chunks)
     if free is None or not further_chunks or free.bottleneck <= slowest_transfer:
         return free
     least = max(slowest_transfer, _least_bottleneck(holders))
-    best = free
-    loose = free.bottleneck
+    best = min((free, known or free), key=lambda cuts: (cuts.cost, cuts.positions))
+    least_sum = free.cost - further_chunks * free.bottleneck
+    # With a bottleneck above this no sum is small enough.
+    loose = min(free.bottleneck, (best.cost - least_sum) // further_chunks)
     few = len(holders[0].run) - 1 <= FEW_BLOCKS
     for part in (NEVER,) if few else (COARSE, FINE):
-        if part == FINE and best.cost > rival + rival // NEAR:
-            break
         found: Cuts | None = free
         cap = loose
         # The fine steps go from one coarse step above the best to one below it.
@@ -72,7 +72,35 @@ def quickest_cuts(
             if found.cost - further_chunks * (found.bottleneck - least) >= best.cost:
                 break
             cap = found.bottleneck - 1 - found.bottleneck // part
-        loose = min(loose, best.bottleneck + best.bottleneck // COARSE)
+        loose = min(loose, best.bottleneck + best.bottleneck // COARSE, (best.cost - least_sum) // further_chunks)
+    return best
+
+
+def cuts_near(
+    holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int, level: float, enough: float = 0.0
+) -> Cuts | None:
+    """Those of the caps near a guess of the best bottleneck, `level`: what a search judges by. None if none fit.
+
+    `enough`: J that hardly any cuts are below.
+    """
+    if not further_chunks:
+        return _under(None, holders, hops, slowest_transfer, further_chunks)
+    last = len(holders[0].run) - 1
+    # Blocks cannot be divided: what is cut next to the guess takes half a block more somewhere.
+    block = max(holder.chunk[-1] for holder in holders) // (2 * last)
+    cap = max(slowest_transfer, int(level) + block)
+    best = _under(cap, holders, hops, slowest_transfer, further_chunks)
+    if best is None:
+        best = _under(cap + cap // COARSE + block, holders, hops, slowest_transfer, further_chunks)
+    if best is None:
+        best = _under(None, holders, hops, slowest_transfer, further_chunks)
+    for _ in range(NEAR_STEPS):
+        if best is None or best.bottleneck <= slowest_transfer or best.cost <= enough:
+            break
+        lower = _under(best.bottleneck - 1, holders, hops, slowest_transfer, further_chunks)
+        if lower is None or lower.cost >= best.cost:
+            break
+        best = lower
     return best
 
 
@@ -86,7 +114,7 @@ def _under(
     cap: int | None, holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int
 ) -> Cuts | None:
     """The least sum with no chunk above `cap`."""
-    found = _least_sum(holders if cap is None else [holder.capped(cap) for holder in holders])
+    found = _least_sum(holders, NEVER if cap is None else cap)
     if found is None:
         return None
     total, positions = found
@@ -136,16 +164,16 @@ def _slowest_chunk(holders: Sequence[Holder], positions: Sequence[int]) -> int:
     )
 
 
-def _least_sum(holders: Sequence[Holder]) -> tuple[int, tuple[int, ...]] | None:
-    """(least sum of the stages, its positions); None if none fit."""
+def _least_sum(holders: Sequence[Holder], cap: int = NEVER) -> tuple[int, tuple[int, ...]] | None:
+    """(least sum of the stages, its positions) with no chunk above `cap`; None if none fit."""
     last = len(holders[0].run) - 1
     if len(holders) == 1:
-        cost = alone(holders[0])
+        cost = alone(holders[0], cap)
         return (cost, (0, last)) if cost < NEVER else None
-    rows: list[Row] = [first_row(holders[0])]
+    rows: list[Row] = [first_row(holders[0], cap)]
     for holder in holders[1:-1]:
-        rows.append(grow(rows[-1], holder))
-    rest = last_row(holders[-1])
+        rows.append(grow(rows[-1], holder, cap))
+    rest = last_row(holders[-1], cap)
     total = joined(rows[-1], rest)
     if total >= NEVER:
         return None
@@ -154,9 +182,12 @@ def _least_sum(holders: Sequence[Holder]) -> tuple[int, tuple[int, ...]] | None:
     positions = [last, position]
     for stage in range(len(holders) - 2, 0, -1):
         holder, row = holders[stage], rows[stage - 1]
-        starts = range(min(position - 1, holder.latest_start[position]), holder.earliest_start[position] - 1, -1)
-        wanted = rows[stage][position]
-        position = next(at for at in starts if row[at] + holder.cost(at, position) == wanted)
+        wanted = rows[stage][position] - holder.once - holder.run[position]
+        run, soonest = holder.run, holder.soonest
+        # What the row was made of is allowed; so is each later start with the same sum, but for those too near.
+        position = next(
+            at for at in range(position - 1, -1, -1) if row[at] - run[at] == wanted and soonest[at] <= position
+        )
         positions.append(position)
     return total, (*reversed([*positions, 0]),)
 

@@ -9,19 +9,21 @@ one seat refuses is released everywhere, and the next candidate is tried.
 
 A broken instance is placed anew as its next epoch: seats whose layers are still in memory stay, and nodes whose
 runner failed again and again are left out. Leases make it safe that two nodes may take themselves for the planner.
+A placing that finds its instance deleted ends there, whatever it has reached: it began before, for what is no more.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
 import trio
 
-from meshinfer.base.errors import MeshinferError, NoRoom
+from meshinfer.base.errors import MeshinferError, NoRoom, Refused
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Plan, Preview, Refusal
@@ -35,7 +37,20 @@ from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import decode, encode
-from meshinfer.wire.messages import COMMIT, LEASE, PLACE, RELEASE, Done, Lease, LeaseAnswer, Place, Placed, SeatRef
+from meshinfer.wire.messages import (
+    COMMIT,
+    DELETE,
+    LEASE,
+    PLACE,
+    RELEASE,
+    Deletion,
+    Done,
+    Lease,
+    LeaseAnswer,
+    Place,
+    Placed,
+    SeatRef,
+)
 
 A = TypeVar("A", LeaseAnswer, Done)
 
@@ -63,13 +78,13 @@ class _JustPlaced:
 
 
 class ElectedPlanner:
-    """This node as the planner, whoever elected it; one placing at a time for each model."""
+    """This node as the planner, whoever elected it."""
 
     def __init__(self, ports: Ports, seats: SeatService) -> None:
         self._ports = ports
         self._seats = seats
         self._planning: dict[ModelId, trio.Lock] = {}
-        """The locks of idle models are dropped."""
+        """See `_alone_for`."""
         self._just_placed: dict[InstanceId, _JustPlaced] = {}
         """What was placed here and may not be in the view yet."""
         self._failures: dict[tuple[InstanceId, NodeId], dict[int, float]] = {}
@@ -88,14 +103,29 @@ class ElectedPlanner:
 
         Raises:
             UnknownModel, BadInput, NoRoom: it cannot be, with the numbers.
+            Refused: it was deleted before it was there.
         """
-        lock = self._planning.setdefault(ask.model_id, trio.Lock())
-        try:
-            async with lock:
-                return await self._place_alone(ask)
-        finally:
-            if not lock.locked():
-                self._planning.pop(ask.model_id, None)
+        async with self._alone_for(ask.model_id):
+            existing = self._existing(ask)
+            if existing is not None:
+                return existing
+            instance_id, old = self._free_instance_id(ask.model_id)
+            epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
+            return await self._plan_and_make(ask, instance_id, epoch, old)
+
+    async def repair(self, instance: Instance) -> None:
+        """Make it whole again, if it still is there and still is broken.
+
+        Raises:
+            NoRoom: it cannot be, with the numbers.
+            Refused: it was deleted meanwhile.
+        """
+        async with self._alone_for(instance.placement.model_id):
+            for old in self._ports.instances():
+                if (old.instance_id, old.epoch) == (instance.instance_id, instance.epoch) and old.state == "broken":
+                    workload = Workload(old.placement.context_tokens, old.placement.concurrency)
+                    ask = Place(old.placement.model_id, workload, Constraints())
+                    await self._plan_and_make(ask, old.instance_id, old.epoch + 1, old)
 
     async def give_away(self, instance: Instance, leaving: NodeId) -> Placed:
         """Give the seats that `leaving` has of `instance` to others. Raises NoRoom if nobody can take them."""
@@ -109,48 +139,55 @@ class ElectedPlanner:
         plans += self._plan(others, info.card, workload, Constraints()).plans
         return await self._make(instance.instance_id, instance.epoch + 1, plans, [])
 
-    async def release(self, ref: SeatRef, placement: Placement) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
-        """Free an instance's epoch on every node: bytes freed by each, and who did not confirm."""
-        self._just_placed.pop(ref.instance_id, None)
-        freed: dict[NodeId, int] = {}
-        unconfirmed: list[NodeId] = []
+    async def delete(self, instance: Instance) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
+        """Free it on every node: bytes freed by each that held some, and which of its nodes did not confirm.
 
-        async def release(node: NodeId) -> None:
-            try:
-                freed[node] = (await self._call_seat(node, RELEASE, ref, Done)).freed_bytes
-            except MeshinferError as error:
-                log.warning("node %s did not confirm the release of %s: %s", node, ref.instance_id, error)
-                unconfirmed.append(node)
+        Every node is told, since a repair that is under way may have leases on any.
+        """
+        deletion = Deletion(instance.instance_id, instance.epoch)
+        holders = set(instance.placement.node_ids)
+        freed, unconfirmed = await self._tell_all(holders | self._ports.topology().by_id.keys(), DELETE, deletion)
+        self._just_placed.pop(instance.instance_id, None)
+        return {node: size for node, size in freed.items() if size or node in holders}, tuple(
+            node for node in unconfirmed if node in holders
+        )
 
-        async with trio.open_nursery() as nursery:
-            for node in placement.node_ids:
-                nursery.start_soon(release, node)
-        return freed, tuple(sorted(unconfirmed))
+    @asynccontextmanager
+    async def _alone_for(self, model_id: ModelId) -> AsyncGenerator[None]:
+        """One placing at a time for each model; the locks of idle models are dropped."""
+        lock = self._planning.setdefault(model_id, trio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():
+                self._planning.pop(model_id, None)
 
-    async def _place_alone(self, ask: Place) -> Placed:
-        existing = self._existing(ask)
-        if existing is not None:
-            return existing
+    async def _plan_and_make(self, ask: Place, instance_id: InstanceId, epoch: int, old: Instance | None) -> Placed:
         info = await self._ports.model_cards.get(ask.model_id)
-        instance_id, old = self._free_instance_id(ask.model_id)
         plans, refusals = self._plans(ask, info.card, old)
         if not plans:
             raise NoRoom(
                 refusals[0].explanation if refusals else f"no live node can hold {ask.model_id}",
                 do="`meshinfer plan` shows every candidate with its numbers",
             )
-        epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
         return await self._make(instance_id, epoch, plans, refusals)
 
     async def _make(
         self, instance_id: InstanceId, epoch: int, plans: Sequence[Plan], refusals: Sequence[Refusal]
     ) -> Placed:
-        """Lease and commit the first of `plans` that all its nodes agree to. Raises NoRoom with every reason."""
+        """Lease and commit the first of `plans` that all its nodes agree to.
+
+        Raises:
+            NoRoom: none; with every reason.
+            Refused: the instance was deleted meanwhile.
+        """
+        begun_epoch = epoch
         failures: list[str] = []
         for candidate in plans:
             why = ""
             for _ in range(EPOCH_TRIES):
-                newest, why = await self._lease_all(instance_id, epoch, candidate)
+                newest, why = await self._lease_all(instance_id, epoch, candidate, begun_epoch)
                 if not why:
                     placed = Placed(instance_id, epoch, candidate.placement, tuple(refusals[:64]))
                     why = await self._commit_all(placed)
@@ -160,7 +197,10 @@ class ElectedPlanner:
                         self._remember(placed)
                         return placed
                 ref = SeatRef(instance_id, epoch, candidate.placement.placement_id, "its placing failed")
-                await self.release(ref, candidate.placement)  # where that is not heard, the lease lapses by itself
+                # Where that is not heard, the lease lapses by itself.
+                await self._tell_all(candidate.placement.node_ids, RELEASE, ref)
+                if self._seats.is_deleted(instance_id, begun_epoch):
+                    raise Refused(f"instance {instance_id} was deleted while it was being placed", do="ask again")
                 epoch = max(epoch, newest) + 1
                 if not newest:
                     break
@@ -262,7 +302,8 @@ class ElectedPlanner:
             placement = just.placed.placement
             is_live = set(placement.node_ids) <= set(self._ports.topology().by_id)
             wanted = placement.model_id == ask.model_id and _answers(placement, ask)
-            if wanted and is_live and just.placed.instance_id not in seen:
+            is_deleted = self._seats.is_deleted(just.placed.instance_id, just.placed.epoch)
+            if wanted and is_live and not is_deleted and just.placed.instance_id not in seen:
                 return just.placed
         return None
 
@@ -277,13 +318,16 @@ class ElectedPlanner:
                 return instance_id, old
             replica += 1
 
-    async def _lease_all(self, instance_id: InstanceId, epoch: int, candidate: Plan) -> tuple[int, str]:
+    async def _lease_all(
+        self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int
+    ) -> tuple[int, str]:
         """(newest epoch that a seat has seen or 0, why it failed or '')."""
         answers: dict[int, LeaseAnswer] = {}
         placement = candidate.placement
 
         async def lease(index: int) -> None:
-            ask = Lease(instance_id, epoch, placement, index, candidate.memory[index].need_bytes)
+            need_bytes = candidate.memory[index].need_bytes
+            ask = Lease(instance_id, epoch, placement, index, need_bytes, begun_epoch)
             try:
                 answers[index] = await self._call_seat(placement.seats[index].node_id, LEASE, ask, LeaseAnswer)
             except MeshinferError as error:
@@ -296,30 +340,45 @@ class ElectedPlanner:
         why = "; ".join(
             f"seat {index} on {self._name(placement.seats[index].node_id)}: {a.why}" for index, a in refused
         )
-        return max((answer.newest_epoch for answer in answers.values()), default=0), why
+        newest = max((answer.newest_epoch for answer in answers.values()), default=0)
+        if any(answer.is_deleted for _, answer in refused):
+            # This node did not hear of it, or it would not have begun: now it knows, and so does whoever asks next.
+            await self._seats.delete(Deletion(instance_id, newest))
+        return newest, why
 
     async def _commit_all(self, placed: Placed) -> str:
         """Why it failed, or ''."""
         ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)
-        failures: list[str] = []
+        _, failures = await self._tell_all(placed.placement.node_ids, COMMIT, ref)
+        return "; ".join(f"{self._name(node)}: {error}" for node, error in failures.items())
 
-        async def commit(node: NodeId) -> None:
+    async def _tell_all(
+        self, nodes: Iterable[NodeId], method: str, message: SeatRef | Deletion
+    ) -> tuple[dict[NodeId, int], dict[NodeId, MeshinferError]]:
+        """Bytes freed by each that has done it, and why the others have not; all at once."""
+        freed: dict[NodeId, int] = {}
+        failures: dict[NodeId, MeshinferError] = {}
+
+        async def tell(node: NodeId) -> None:
             try:
-                await self._call_seat(node, COMMIT, ref, Done)
+                freed[node] = (await self._call_seat(node, method, message, Done)).freed_bytes
             except MeshinferError as error:
-                failures.append(f"{self._name(node)}: {error}")
+                log.info("%s did not %s %s: %s", self._name(node), method, message.instance_id, error)
+                failures[node] = error
 
         async with trio.open_nursery() as nursery:
-            for node in placed.placement.node_ids:
-                nursery.start_soon(commit, node)
-        return "; ".join(sorted(failures))
+            for node in nodes:
+                nursery.start_soon(tell, node)
+        return freed, dict(sorted(failures.items()))
 
-    async def _call_seat(self, node: NodeId, method: str, message: Lease | SeatRef, answer: type[A]) -> A:
+    async def _call_seat(self, node: NodeId, method: str, message: Lease | SeatRef | Deletion, answer: type[A]) -> A:
         """One call to a seat's node; this node's own seats without the network."""
         if node == self._ports.node_id:
             local: object
             if isinstance(message, Lease):
                 local = await self._seats.lease(message)
+            elif isinstance(message, Deletion):
+                local = await self._seats.delete(message)
             elif method == COMMIT:
                 local = await self._seats.commit(message)
             else:

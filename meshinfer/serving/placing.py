@@ -21,7 +21,15 @@ from collections.abc import Callable
 
 import trio
 
-from meshinfer.base.errors import ERRORS_BY_CODE, DeadlineExceeded, MeshinferError, NoRoom, PeerLost, UnknownInstance
+from meshinfer.base.errors import (
+    ERRORS_BY_CODE,
+    DeadlineExceeded,
+    MeshinferError,
+    NoRoom,
+    PeerLost,
+    Refused,
+    UnknownInstance,
+)
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.elected_planner import ANNOUNCE_SECONDS, LASTING_ERRORS, ElectedPlanner
@@ -30,7 +38,7 @@ from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Waiting
 from meshinfer.serving.view import Instance
 from meshinfer.wire.codec import decode, encode
-from meshinfer.wire.messages import PLACE, Place, Placed, SeatRef
+from meshinfer.wire.messages import PLACE, Place, Placed
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +81,11 @@ class Placer:
         return instance.state == "broken" and elected == (self._ports.node_id,)
 
     async def _repair(self, instance: Instance) -> None:
-        placement = instance.placement
-        workload = Workload(placement.context_tokens, placement.concurrency)
         try:
-            await self._planner.place(Place(placement.model_id, workload, Constraints()))
+            await self._planner.repair(instance)
         except MeshinferError as error:
-            log.warning("instance %s (%s) is not repaired: %s", instance.instance_id, placement.model_id, error)
+            model_id = instance.placement.model_id
+            log.warning("instance %s (%s) is not repaired: %s", instance.instance_id, model_id, error)
 
     async def hand_over(self, instance: Instance) -> bool:
         """This node is about to leave: give its seats of `instance` to others. False if nobody can take them."""
@@ -106,6 +113,7 @@ class Placer:
 
         Raises:
             UnknownModel, NoRoom, BadInput: as the planner said.
+            Refused: it was deleted again and again.
             PeerLost: no planner answers, or what was placed broke again and again; with the last reason.
         """
         failure: MeshinferError = PeerLost(f"{model_id} could not be placed: what was placed does not show")
@@ -114,7 +122,11 @@ class Placer:
             instance = self._instance_of(model_id)
             if instance is None or not self._ports.is_usable(instance):
                 waiting(Waiting("planning", 0.0))
-                placed = await self.place(Place(model_id, workload, Constraints()))
+                try:
+                    placed = await self.place(Place(model_id, workload, Constraints()))
+                except Refused as error:  # deleted while it was being placed, and still wanted here
+                    failure = error
+                    continue
                 instance = await self.appears(placed)
                 if instance is not None and instance.state == "broken":
                     failure = _failure_of(instance)
@@ -176,6 +188,9 @@ class Placer:
     async def delete(self, instance_id: InstanceId) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
         """Free an instance on every node: bytes freed by each, and who did not confirm.
 
+        A repair of it that is under way ends. A request of the model that is under way has it placed again, as a new
+        one would.
+
         Raises:
             UnknownInstance: no live node announces it.
         """
@@ -185,9 +200,7 @@ class Placer:
                 f"no instance {instance_id[:64]!r}",
                 expected=f"one of {[i.instance_id for i in self._ports.instances()] or 'none: nothing is placed'}",
             )
-        instance = found[0]
-        ref = SeatRef(instance_id, instance.epoch, instance.placement.placement_id, "deleted")
-        return await self._planner.release(ref, instance.placement)
+        return await self._planner.delete(found[0])
 
     def _instance_of(self, model_id: ModelId) -> Instance | None:
         """The best one to use: ready before loading before the rest."""

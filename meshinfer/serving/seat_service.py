@@ -22,6 +22,7 @@ from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.runners import Runner
 from meshinfer.serving.seats import (
+    DeletedMeanwhile,
     RebindRunner,
     SeatEffect,
     SeatKey,
@@ -36,10 +37,12 @@ from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import (
     COMMIT,
+    DELETE,
     LEASE,
     OPEN_CHANNEL,
     RELEASE,
     ChannelOffer,
+    Deletion,
     Done,
     Lease,
     LeaseAnswer,
@@ -106,6 +109,7 @@ class SeatService:
             (LEASE, self._on_lease),
             (COMMIT, self._on_commit),
             (RELEASE, self._on_release),
+            (DELETE, self._on_delete),
             (OPEN_CHANNEL, self._on_open_channel),
         ):
             ports.transport.serve(method, handler)
@@ -133,7 +137,9 @@ class SeatService:
         self._ledger.bound(self._ports.own_card().memory_usable_bytes)
         try:
             need = await self._need_bytes(lease)
-            lapses = self._ledger.lease(key, lease.placement, need, trio.current_time())
+            lapses = self._ledger.lease(key, lease.placement, need, trio.current_time(), lease.begun_epoch)
+        except DeletedMeanwhile as error:
+            return LeaseAnswer(granted=False, newest_epoch=error.newest, why=str(error), is_deleted=True)
         except StaleEpoch as error:
             return LeaseAnswer(granted=False, newest_epoch=error.newest, why=str(error))
         except MeshinferError as error:
@@ -168,6 +174,16 @@ class SeatService:
         await self._perform(effects)
         return Done(freed)
 
+    async def delete(self, deletion: Deletion) -> Done:
+        """Free what is held of an instance; the memory is free when this returns, and no repair brings it back."""
+        freed, effects = self._ledger.delete(deletion)
+        await self._perform(effects)
+        return Done(freed)
+
+    def is_deleted(self, instance_id: InstanceId, begun_epoch: int) -> bool:
+        """See `SeatLedger.is_deleted`."""
+        return self._ledger.is_deleted(instance_id, begun_epoch)
+
     def next_epoch(self, instance_id: InstanceId) -> int:
         """See `SeatLedger.next_epoch`."""
         return self._ledger.next_epoch(instance_id)
@@ -198,6 +214,10 @@ class SeatService:
     async def _on_release(self, peer: NodeId, payload: bytes) -> bytes:
         del peer
         return encode(await self.release(decode(SeatRef, payload)))
+
+    async def _on_delete(self, peer: NodeId, payload: bytes) -> bytes:
+        del peer
+        return encode(await self.delete(decode(Deletion, payload)))
 
     async def _on_open_channel(self, peer: NodeId, payload: bytes) -> bytes:
         return encode(await self.offer_channel(peer, decode(OpenChannel, payload)))

@@ -16,6 +16,10 @@ refused with the current one, so a planner that slept cannot bring back the past
 the place (and the memory) of what this node held of the instance before. Where it gives this node the
 very layers that a warm runner holds, that runner goes on under the new epoch: repairing an instance
 loads only what was lost.
+
+A deletion is an epoch of its own, the one after the last. Every lease says with which epoch its placing began;
+one that began no later than the deletion (a repair of what was deleted, say) is void and told so, however high the
+epoch that it tries by now. Whoever wants the model afterwards begins above it.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from meshinfer.base.units import format_bytes
 from meshinfer.serving.view import Instance
 from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement
-from meshinfer.wire.messages import SeatRef
+from meshinfer.wire.messages import Deletion, SeatRef
 from meshinfer.wire.runner_control import (
     ChannelLost,
     Heartbeat,
@@ -62,7 +66,7 @@ STUCK_FIRST_SECONDS_PER_TOKEN = 0.5
 STUCK_BEATS = 4
 """In a row that must say so: a runner that was stopped in mid-step and goes on is through with it in two seconds."""
 REMEMBERED_EPOCHS = 1024
-"""Instances whose highest epoch is remembered; one takes about 100 bytes."""
+"""Instances whose highest epoch and whose deletion are remembered; one takes about 200 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ class _Seat:
 
     key: SeatKey
     placement: Placement
+    begun_epoch: int
+    """The first that its placing tried."""
     promised_bytes: int
     """0 once it is cut or failed."""
     state: SeatState
@@ -171,6 +177,28 @@ class StaleEpoch(Refused):
         )
 
 
+class DeletedMeanwhile(Refused):
+    """A lease of a placing that began before its instance was deleted; `newest` is what this node has seen."""
+
+    def __init__(self, key: SeatKey, newest: int) -> None:
+        self.newest = newest
+        super().__init__(
+            f"instance {key.instance_id} was deleted while it was being placed",
+            expected=f"a placing that begins above epoch {newest}",
+            do="ask for the model again",
+        )
+
+
+@dataclass(slots=True)
+class _History:
+    """Of one instance, on this node."""
+
+    highest: int = 0
+    """Of the epochs that were leased, released or deleted here."""
+    deleted: int = 0
+    """What began with this epoch or an older one is void; 0: it never was deleted."""
+
+
 class SeatLedger:
     """What this node has promised and to whom."""
 
@@ -181,7 +209,7 @@ class SeatLedger:
         self._load_stall_seconds = load_stall_seconds
         self._seats: dict[SeatKey, _Seat] = {}
         """All and only seats that are leased, running, or failed and still announced."""
-        self._highest_epoch: OrderedDict[InstanceId, int] = OrderedDict()
+        self._histories: OrderedDict[InstanceId, _History] = OrderedDict()
 
     def bound(self, usable_bytes: int) -> None:
         """Promise no more than this in all from now on: a probe found out what the engine really gets."""
@@ -189,21 +217,30 @@ class SeatLedger:
 
     # --- asked by planners ----------------------------------------------------------------------
 
-    def lease(self, key: SeatKey, placement: Placement, need_bytes: int, now: float) -> float:
+    def lease(self, key: SeatKey, placement: Placement, need_bytes: int, now: float, begun_epoch: int = 0) -> float:
         """Promise `need_bytes` to this seat; seconds until the promise lapses. Idempotent.
 
+        `begun_epoch` is the first that this placing tried; 0: it is `key`'s.
+
         Raises:
+            DeletedMeanwhile: the placing began before the instance was deleted.
             StaleEpoch: this node has seen a newer one, or another placement has this one.
             NoRoom: with need, have and shortfall.
             BadInput: the seat is not this node's.
         """
         self._check_seat_is_ours(key, placement)
+        begun_epoch = begun_epoch or key.epoch
+        if self.is_deleted(key.instance_id, begun_epoch):
+            # So is a repair of what this one makes elsewhere: it begins one above.
+            history = self._remember_epoch(key.instance_id, key.epoch + 1)
+            history.deleted = history.highest
+            raise DeletedMeanwhile(key, history.highest)
         held = self._seats.get(key)
         if held is not None and held.placement.placement_id == placement.placement_id and held.state != "failed":
             if held.state == "leased":
                 held.lapses_at = now + self._lease_seconds
             return self._lease_seconds
-        newest = self._highest_epoch.get(key.instance_id, 0)
+        newest = self.next_epoch(key.instance_id) - 1
         same_plan = any(
             seat.key.instance_id == key.instance_id
             and seat.key.epoch == key.epoch
@@ -221,7 +258,7 @@ class SeatLedger:
                 do="free memory, or plan again with this node's present numbers",
             )
         self._remember_epoch(key.instance_id, key.epoch)
-        self._seats[key] = _Seat(key, placement, need_bytes, "leased", now + self._lease_seconds, now)
+        self._seats[key] = _Seat(key, placement, begun_epoch, need_bytes, "leased", now + self._lease_seconds, now)
         return self._lease_seconds
 
     def commit(self, ref: SeatRef, now: float) -> list[SeatEffect]:
@@ -270,9 +307,30 @@ class SeatLedger:
         self._remember_epoch(ref.instance_id, ref.epoch)
         return freed, effects
 
+    def delete(self, deletion: Deletion) -> tuple[int, list[SeatEffect]]:
+        """Free what is held of the instance, what was begun to replace it too. Returns the bytes that are free now."""
+        instance_id = deletion.instance_id
+        history = self._remember_epoch(instance_id, deletion.epoch + 1)
+        history.deleted = max(history.deleted, deletion.epoch + 1)
+        freed = 0
+        effects: list[SeatEffect] = []
+        for seat in list(self._seats.values()):
+            if seat.key.instance_id == instance_id and seat.begun_epoch <= history.deleted:
+                # Of a repair that had got this far: a repair of that is void, too.
+                history.deleted = history.highest = max(history.highest, seat.key.epoch + 1)
+                freed += seat.promised_bytes + seat.warm_bytes
+                effects += self._drop(seat, "deleted")
+        return freed, effects
+
+    def is_deleted(self, instance_id: InstanceId, begun_epoch: int) -> bool:
+        """Whether a placing of that instance which began with that epoch is void."""
+        history = self._histories.get(instance_id)
+        return history is not None and begun_epoch <= history.deleted
+
     def next_epoch(self, instance_id: InstanceId) -> int:
         """The lowest epoch that this node would lease; a planner takes the highest it knows of."""
-        return self._highest_epoch.get(instance_id, 0) + 1
+        history = self._histories.get(instance_id)
+        return history.highest + 1 if history else 1
 
     # --- told by runners ------------------------------------------------------------------------
 
@@ -449,11 +507,13 @@ class SeatLedger:
         del self._seats[seat.key]
         return [StopRunner(seat.key, reason)] if seat.runs else []
 
-    def _remember_epoch(self, instance_id: InstanceId, epoch: int) -> None:
-        self._highest_epoch[instance_id] = max(epoch, self._highest_epoch.get(instance_id, 0))
-        self._highest_epoch.move_to_end(instance_id)
-        while len(self._highest_epoch) > REMEMBERED_EPOCHS:
-            self._highest_epoch.popitem(last=False)
+    def _remember_epoch(self, instance_id: InstanceId, epoch: int) -> _History:
+        history = self._histories.setdefault(instance_id, _History())
+        history.highest = max(history.highest, epoch)
+        self._histories.move_to_end(instance_id)
+        while len(self._histories) > REMEMBERED_EPOCHS:
+            self._histories.popitem(last=False)
+        return history
 
     @staticmethod
     def _report(seat: _Seat) -> SeatReport:

@@ -148,10 +148,10 @@ class AgentRoom(Generic[M]):
         """Nothing is placed any more."""
         through = next(iter(self.live().values()))
 
+        for instance in instances(through):
+            httpx.delete(f"{through.url}/instance/{instance['instance_id']}", timeout=HTTP_SECONDS)
+
         def is_free() -> bool:
-            # Again and again: a repair that is under way may bring one back.
-            for instance in instances(through):
-                httpx.delete(f"{through.url}/instance/{instance['instance_id']}", timeout=HTTP_SECONDS)
             return all(not instances(agent) for agent in self.live().values())
 
         wait_for("nothing is placed", SETTLE_SECONDS, is_free)

@@ -33,8 +33,8 @@ def one_agent(home: Path) -> Generator[None]:
         BadInput: another live agent holds it; or it cannot be written.
     """
     lock = filelock.FileLock(home / _LOCK, timeout=LOOK_SECONDS)
+    make_home(home)
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout:
         raise BadInput(
@@ -43,9 +43,7 @@ def one_agent(home: Path) -> Generator[None]:
             do="stop that one, or give this one a home of its own with --home or MESHINFER_HOME",
         ) from None
     except OSError as error:
-        raise BadInput(
-            f"{home} cannot be used: {error.strerror}", do="name a directory of yours with --home or MESHINFER_HOME"
-        ) from error
+        raise _unusable(home, error) from error
     try:
         (home / _API).unlink(missing_ok=True)  # a killed agent's
         _note(home / _PID, str(os.getpid()))
@@ -56,15 +54,33 @@ def one_agent(home: Path) -> Generator[None]:
         lock.release()
 
 
+def make_home(home: Path) -> None:
+    """Make `home`, if it is not there, its owner's alone: keys will lie in it.
+
+    Raises:
+        BadInput: it cannot be made.
+    """
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(home, error) from error
+
+
 def agent_runs(home: Path) -> bool:
-    """Whether a live agent holds `home`."""
-    if not (home / _LOCK).exists():
-        return False
+    """Whether a live agent holds `home`.
+
+    Raises:
+        BadInput: it is somebody else's, and cannot be looked into.
+    """
     lock = filelock.FileLock(home / _LOCK, timeout=0)
     try:
+        if not (home / _LOCK).exists():
+            return False
         lock.acquire()
     except filelock.Timeout:
         return True
+    except OSError as error:
+        raise _unusable(home, error) from error
     lock.release()
     return False
 
@@ -96,6 +112,12 @@ def _note(path: Path, text: str) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)  # half a note misleads
         log.warning("cannot write %s (%s); commands about this home will not find its agent", path, error)
+
+
+def _unusable(home: Path, error: OSError) -> BadInput:
+    return BadInput(
+        f"{home} cannot be used: {error.strerror}", do="name a directory of yours with --home or MESHINFER_HOME"
+    )
 
 
 def _pid(pid_file: Path) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -117,11 +117,18 @@ class FrameReader:
     Args:
         kinds: what this channel may carry.
         max_payload_bytes: of all tensors of one frame together.
+        make_room: memory for a tensor of so many bytes, which its frame then owns.
     """
 
-    def __init__(self, kinds: Sequence[FrameKind], max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[FrameKind],
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        make_room: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
+    ) -> None:
         self._kinds = tuple(kinds)
         self._max_payload_bytes = max_payload_bytes
+        self._make_room = make_room
         self._failed = False
         self._expect_header()
 
@@ -164,7 +171,7 @@ class FrameReader:
         if self._specs is None:
             self._specs = self._parse_descriptors(done)
             self._control = bytes(done[_DESCRIPTOR.size * len(self._specs) :])
-            self._arrays = [memoryview(bytearray(spec.size_bytes)) for spec in self._specs]
+            self._arrays = [self._make_room(spec.size_bytes) for spec in self._specs]
             self._targets = [array for array in self._arrays if array.nbytes]
         if self._targets:
             return None

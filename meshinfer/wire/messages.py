@@ -138,6 +138,9 @@ class Lease:
     placement: Placement
     seat_index: Annotated[int, between(0, 255)]
     need_bytes: Annotated[int, at_least(0)]
+    begun_epoch: Epoch = 0
+    """The first epoch that this placing tried: what it knew when it began is older than that. A deletion outranks it by
+    this, however often it tries again with a higher epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,8 @@ class LeaseAnswer:
     """The promise ends by itself after this unless it is committed."""
     newest_epoch: Epoch = 0
     """Where the epoch was stale: the newest that the node has seen of this instance."""
+    is_deleted: bool = False
+    """The instance was deleted after this placing began: it must not go on."""
     why: Annotated[str, sized(0, 2048)] = ""
 
 
@@ -164,6 +169,17 @@ class SeatRef:
     epoch: Epoch
     placement_id: WirePlacementId
     reason: Annotated[str, sized(0, 256)] = ""
+
+
+DELETE = "delete/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """Whoever deletes an instance → every node: `epoch` was the last, and what was begun to replace it is void."""
+
+    instance_id: WireInstanceId
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import ssl
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import trio
 from conftest import Nodes, connect, until
@@ -25,7 +26,7 @@ from meshinfer.testing.cards import node_card
 from meshinfer.transport import probe_channel
 from meshinfer.transport.arrivals import Arrival
 from meshinfer.transport.certificates import client_context, make_certificate
-from meshinfer.transport.probe_channel import BULK_BYTES, LATENCY_BYTES, ProbeDoor
+from meshinfer.transport.probe_channel import BULK_BYTES, LATENCY_BYTES, MAX_BURST_BYTES, ProbeDoor
 from meshinfer.transport.tls import WELCOME, Listener, SecureSocket, dial
 from meshinfer.wire.frames import Frame, FrameKind, Tensor, TensorSpec
 from meshinfer.wire.messages import ChannelOffer
@@ -50,6 +51,17 @@ async def test_a_probe_finds_what_there_is_and_counts_what_it_spends():
         await until(lambda: not other.is_serving)
     assert other.take_served_bytes() == small.spent_bytes + large.spent_bytes
     assert other.take_served_bytes() == 0
+
+
+async def test_bursts_leave_no_memory_behind():
+    one, other = ProbeDoor(HOST), ProbeDoor(HOST)
+    with other.listening():
+        await one.measure(PEER, other.offer(one.certificate_der, (HOST,), 0), 0)
+        before = psutil.Process().memory_info().rss
+        for _ in range(2):
+            await one.measure(PEER, other.offer(one.certificate_der, (HOST,), BULK_BYTES), BULK_BYTES)
+            await until(lambda: not other.is_serving)
+    assert psutil.Process().memory_info().rss - before < MAX_BURST_BYTES // 2
 
 
 async def test_bursts_end_where_the_allowance_does():

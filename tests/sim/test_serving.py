@@ -248,3 +248,30 @@ def test_a_client_that_leaves_frees_its_session_on_the_runner(seed: int) -> None
         )
 
     simulate(scenario, seed, memory_bytes=48 * MIB)
+
+
+@given(seeds)
+@few
+def test_what_is_deleted_during_its_repair_stays_deleted_until_somebody_asks_again(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        rng = random.Random(seed)
+        for round_number in range(4):
+            asked = cluster.request((1,), tokens=3, seed=round_number)
+            assert await cluster.ask(rng.choice(cluster.nodes), asked) == exact_answer((1,), round_number, 3)
+            await cluster.until(lambda: all([i.state for i in n.instances()] == ["ready"] for n in cluster.nodes))
+            holder = next(node for node in cluster.nodes if cluster.fabric.runners_of(node.node_id))
+            cluster.fabric.runners_of(holder.node_id)[0].die("killed by SIGSEGV")
+            await cluster.until(lambda: any(i.state != "ready" for n in cluster.nodes for i in n.instances()))
+            # Before the leases, between them, before and after the commits; by whoever knows of it or not yet.
+            await trio.sleep(rng.choice([rng.uniform(0, 0.02), rng.uniform(0, 2.0)]))
+            node = rng.choice(cluster.nodes)
+            (instance,) = node.instances()
+            await node.serving.placer.delete(instance.instance_id)
+            await cluster.until(lambda: all(n.instances() == () for n in cluster.nodes), timeout_seconds=2.0)
+            for _ in range(24):  # longer than a planner waits between two repairs
+                await trio.sleep(0.5)
+                assert all(n.instances() == () for n in cluster.nodes)
+                assert all(not cluster.fabric.runners_of(n.node_id) for n in cluster.nodes)
+            assert all(n.serving.ports.own_card().memory_promised_bytes == 0 for n in cluster.nodes)
+
+    simulate(scenario, seed, count=4)

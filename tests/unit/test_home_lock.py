@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshinfer.base.errors import BadInput
-from meshinfer.transport.home_lock import api_of, note_api, one_agent, pid_of
+from meshinfer.transport.home_lock import agent_runs, api_of, make_home, note_api, one_agent, pid_of
 
 FULL = Path("/dev/full")
 """Every write to it fails as on a full disk."""
@@ -35,3 +35,17 @@ def test_a_full_disk_stops_no_agent(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert "agent.pid" in caplog.text
     assert "No space left" in caplog.text
+
+
+def test_a_home_that_cannot_be_looked_into_is_named(tmp_path: Path) -> None:
+    (tmp_path / "agent.lock").mkdir()  # to root, too, unlike one that somebody else locked up
+    (tmp_path / "agent.api").write_text("http://127.0.0.1:1")
+    for look in (agent_runs, api_of):
+        with pytest.raises(BadInput, match=f"{tmp_path} cannot be used.*--home"):
+            look(tmp_path)
+
+
+def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"cannot be used.*--home"):
+        make_home(tmp_path / "file" / "home")

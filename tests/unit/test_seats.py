@@ -9,6 +9,7 @@ from meshinfer.serving.seats import (
     FAILED_LINGER_SECONDS,
     MISSING_GRACE_SECONDS,
     WARM_SECONDS,
+    DeletedMeanwhile,
     RebindRunner,
     SeatKey,
     SeatLedger,
@@ -18,7 +19,7 @@ from meshinfer.serving.seats import (
 )
 from meshinfer.serving.view import Instance
 from meshinfer.topology.placement import Placement, Seat
-from meshinfer.wire.messages import SeatRef
+from meshinfer.wire.messages import Deletion, SeatRef
 from meshinfer.wire.runner_control import ChannelLost, Linked, Loaded, Loading, RunnerFailed
 
 ME, OTHER = NodeId("me"), NodeId("other")
@@ -113,6 +114,35 @@ def test_release_stops_the_runner_and_says_what_it_freed() -> None:
     assert [type(effect) for effect in effects] == [StopRunner]
     assert book.reports() == ()
     assert book.release(ref()) == (0, [])
+
+
+def test_a_deletion_outranks_the_repair_that_began_before_it_and_nothing_that_begins_after() -> None:
+    book = ledger()
+    ready(book)
+    book.lease(key(2), placement(512), 60 * MIB, now=1.0, begun_epoch=2)
+    freed, effects = book.delete(Deletion(INSTANCE, 1))  # whoever deletes has not heard of the repair
+    assert freed == 120 * MIB
+    assert effects == [StopRunner(key(1), "deleted")]
+    assert book.reports() == ()
+    with pytest.raises(Refused, match="nothing is leased"):
+        book.commit(ref(2, placement(512)), now=1.1)
+    for epoch in (2, 3, 9):  # however often it tries again
+        with pytest.raises(DeletedMeanwhile, match="was deleted while it was being placed"):
+            book.lease(key(epoch), placement(), 60 * MIB, now=1.2, begun_epoch=2)
+    begins = book.next_epoch(INSTANCE)
+    assert begins > 9
+    assert book.lease(key(begins), placement(), 60 * MIB, now=1.3, begun_epoch=begins) == 10.0
+    assert book.delete(Deletion(INSTANCE, 1)) == (0, [])  # the same again, late: what began since stays
+    assert len(book.reports()) == 1
+
+
+def test_what_a_node_that_heard_of_no_deletion_made_of_it_is_not_repaired_either() -> None:
+    book = ledger()
+    book.delete(Deletion(INSTANCE, 1))
+    with pytest.raises(DeletedMeanwhile):
+        book.lease(key(2), placement(), 60 * MIB, now=0.0)
+    with pytest.raises(DeletedMeanwhile):  # epoch 2 lives on the other node, cut; this would be its repair
+        book.lease(key(3), placement(), 60 * MIB, now=0.1)
 
 
 def test_a_failed_seat_frees_its_memory_at_once_and_says_why_for_a_while() -> None:
