@@ -20,10 +20,12 @@ from meshinfer.planning.problem import Problem
 from meshinfer.planning.quickest import Cuts, quickest_cuts
 from meshinfer.planning.rows import NEVER, alone
 
-EXACT_NODES = 8
-"""The exact search takes some tens of milliseconds up to here, and about four times more with each further node."""
+EXACT_NODES = 7
+"""The exact search takes up to a tenth of a second here, with 80 layers, and some three times more with each further node."""
 EXACT_CHUNKED_WORK = 240
-"""Nodes × blocks, where prompts have several chunks: the exact search is run for a dozen caps then, half a second."""
+"""Holders × blocks, where prompts have several chunks: the exact search is run for a dozen caps then, half a second."""
+EVERY_ORDER_HOLDERS = 6
+"""Beyond that work: every order is looked at, if there are no more holders than these."""
 EXACT_GROUP_NODES = 5
 """With groups there are six times more holders than nodes."""
 POOL = 40
@@ -60,8 +62,6 @@ def quickest(problem: Problem) -> list[Choice]:
     for pool in pools(problem):
         holders = [problem.holder(index) for index in pool]
         exact = len(pool) <= EXACT_NODES
-        if problem.terms.further_chunks:
-            exact = exact and len(pool) * len(problem.bounds) <= EXACT_CHUNKED_WORK
         found: dict[int, Choice] = {}
         _search(problem, holders, found, is_exact=exact)
         for members, choice in found.items():
@@ -110,12 +110,12 @@ def _search(
         if rival is None or choice.key < rival.key:
             best[choice.members] = choice
 
-    def cut(order: tuple[int, ...], known: Cuts | None = None) -> None:
+    def cut(order: tuple[int, ...]) -> None:
         """Offer `order` with the best cuts there are."""
         pairs = list(pairwise(order))
         way = sum(hop(*pair) for pair in pairs) + (back(order[-1], order[0]) if pairs else 0)
         slowest = max((transfer(*pair) for pair in pairs), default=0) if k else 0
-        cuts = quickest_cuts([holders[index] for index in order], way, slowest, k, known)
+        cuts = quickest_cuts([holders[index] for index in order], way, slowest, k, rival=least() + 1)
         if cuts is not None:
             offer(order, cuts)
 
@@ -136,13 +136,19 @@ def _search(
         required=required,
         least_stages=least_stages,
         one_of=one_of,
+        to_beat=least,
     )
     orders.by_moves()
     for place, order in enumerate(orders.found[:CUT_ORDERS]):
         offer(order.holders, order.cuts)
         if k and place < FINELY_CUT:
-            cut(order.holders, order.cuts)
+            cut(order.holders)
     if not is_exact:
+        return
+    if k and len(holders) * len(problem.bounds) > EXACT_CHUNKED_WORK:
+        if len(holders) <= EVERY_ORDER_HOLDERS:
+            for order in orders.all_worth_it():
+                cut(order)
         return
 
     def exactly(cap: int | None, to_beat: Callable[[], int]) -> None:

@@ -6,6 +6,9 @@ an estimate (`fill`: layers go to the quickest holders that are there), and the 
 cost, cuts and all. Estimates are made in the order of a bound that is cheaper still, until no bound is below
 what was found. Polynomial, and good to a few per mille.
 
+All of them, in the smallest meshes where the bottleneck counts: 1,957 orders of six nodes have their bounds found in
+some milliseconds, and few are below the best that the moves found.
+
 Exactly, in small meshes, with the pipeline that the moves found as the one to beat: a *state* is (nodes
 used, first holder, last holder) with its row of costs for each position reached. Of two ways to a state one
 is dropped where the other is nowhere dearer: whatever completes one completes the other. This is Held and
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations
 from operator import lt
 
 from meshinfer.planning.fill import Fill
@@ -34,9 +37,11 @@ STARTS = 4
 """Greedy pipelines that are moved. Twice as many take twice the time."""
 GREEDY_LEVELS = (2, 4, 8)
 """Where the bottleneck counts: greedy pipelines stop at chunks as slow as so many of the quickest would have."""
-LEAST_PRICES, MOST_PRICES, PRICED_BLOCKS = 3, 20, 2000
+LEVEL_HEADS = 8
+"""The quickest, from which these start."""
+LEAST_PRICES, MOST_PRICES, PRICED_BLOCKS = 3, 20, 40_000
 """Of the moves of each round so many are priced truly, the most promising first: as many as have so many blocks times
-stages together, which is what a price costs."""
+stages together, which is what a price costs, and the fewer the more holders make the other work."""
 ENOUGH = 1.003
 """Cuts so near to the estimate, which divides blocks where it likes, are not improved while orders are compared."""
 MOST_ROUNDS = 40
@@ -167,24 +172,23 @@ class Orders:
         for index in range(len(self._holders)):
             self.price((index,))
         count = self._starts
-        greedy = [
-            order
-            for level in self._levels()
-            for index in range(len(self._holders))
-            if (order := self._greedy(index, level))
-        ]
+        greedy = [order for index in range(len(self._holders)) if (order := self._greedy(index, NEVER))]
+        for level in self._levels():
+            greedy += [order for index in self._fill.by_rate[:LEVEL_HEADS] if (order := self._greedy(index, level))]
         greedy = sorted(dict.fromkeys(greedy), key=lambda order: (self._estimate(order), order))[: 2 * count]
         greedy = sorted(greedy, key=lambda order: (self.price(order), order))[:count]
-        single = [each.holders for each in self.found if len(each.holders) == 1][:1]
+        found = self.found
+        single = [each.holders for each in found if len(each.holders) == 1][:1]
+        if self._k and found and len(found[0].holders) > 1:
+            # Where the bottleneck counts it is a long way from one stage to many, and greedy pipelines are there already.
+            single = []
         for start in dict.fromkeys((*greedy, *single)):
             self._improve(start)
 
     def _levels(self) -> list[float]:
         """Chunk times to which greedy pipelines fill their stages."""
-        paces, levels = sorted(self._fill.paces), [float(NEVER)]
-        if self._k:
-            levels += [self._last / sum(1 / each for each in paces[:count]) for count in GREEDY_LEVELS]
-        return levels
+        paces = sorted(self._fill.paces) if self._k else []
+        return [self._last / sum(1 / each for each in paces[:count]) for count in GREEDY_LEVELS if paces]
 
     def _greedy(self, head: int, level: float) -> tuple[int, ...]:
         """From `head` on, always the holder that is cheapest for each block it takes; () if it never ends."""
@@ -230,17 +234,20 @@ class Orders:
         """Move `order` while that makes it cheaper."""
         cost = self.price(order)
         for _ in range(MOST_ROUNDS):
-            best = min(((self.price(moved), moved) for moved in self._promising(order)), default=(NEVER, order))
+            best = min(((self.price(moved), moved) for moved in self._promising(order, cost)), default=(NEVER, order))
             if best[0] >= cost:
                 return
             cost, order = best
 
-    def _promising(self, order: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The moves with the least estimates."""
-        count = max(LEAST_PRICES, min(MOST_PRICES, PRICED_BLOCKS // (len(order) * self._last)))
+    def _promising(self, order: tuple[int, ...], cost: int) -> list[tuple[int, ...]]:
+        """The moves with the least estimates, of those that may be below `cost`."""
+        count = max(LEAST_PRICES, min(MOST_PRICES, PRICED_BLOCKS // (len(order) * self._last * len(self._holders))))
         best: list[tuple[float, tuple[int, ...]]] = []
-        for bound, moved in sorted((self._bound(moved), moved) for moved in set(self._moves(order))):
-            if bound >= NEVER or (len(best) == count and bound > best[-1][0]):
+        bounds = sorted(
+            (bound, moved) for moved in set(self._moves(order)) if (bound := self._bound(moved)) < min(cost, NEVER)
+        )
+        for bound, moved in bounds:
+            if len(best) == count and bound > best[-1][0]:
                 break
             estimate = self._estimate(moved)
             if estimate < NEVER:
@@ -285,6 +292,22 @@ class Orders:
         ]
         _, place = min(ways)
         return (*order[:place], other, *order[place:])
+
+    # --- all of them ----------------------------------------------------------------------------
+
+    def all_worth_it(self) -> Iterator[tuple[int, ...]]:
+        """Every order whose estimate says that it may beat the best by a part in WORTH_IT, the most promising first.
+
+        For a handful of holders. Where blocks are alike the bound is one, and nothing is missed.
+        """
+        everyone = range(len(self._holders))
+        orders = (order for size in range(1, len(everyone) + 1) for order in permutations(everyone, size))
+        bounds = sorted((self._bound(order), order) for order in orders if self._is_candidate(order))
+        for bound, order in bounds:
+            if bound >= self._limit():
+                return
+            if self._estimate(order) < self._limit():
+                yield order
 
     # --- exactly --------------------------------------------------------------------------------
 
@@ -342,7 +365,14 @@ class Orders:
         blocks = [NEVER] * (self._last + 1)
         blocks[0] = 0
         filled = total = 0
-        cheapest = [min(after - before for before, after in pairwise(self._holders[index].run)) for index in free]
+        # The last block may be cheaper than all others, and there is one of it.
+        ends = [self._holders[index].run[-1] - self._holders[index].run[-2] for index in free]
+        cheapest = [
+            min((b - a for a, b in pairwise(self._holders[index].run[:-1])), default=end)
+            for index, end in zip(free, ends, strict=True)
+        ]
+        saved = max((usual - end for usual, end in zip(cheapest, ends, strict=True)), default=0)
+        least_back -= max(0, saved)
         for rate, index in sorted(zip(cheapest, free, strict=True)):
             for _ in range(min(self._fill.rooms[index], self._last - filled)):
                 filled, total = filled + 1, total + rate

@@ -39,7 +39,7 @@ class Cuts:
 
 
 def quickest_cuts(
-    holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int, known: Cuts | None = None
+    holders: Sequence[Holder], hops: int, slowest_transfer: int, further_chunks: int, rival: int = NEVER
 ) -> Cuts | None:
     """Of least J; None if none fit.
 
@@ -48,16 +48,16 @@ def quickest_cuts(
         hops: J of all hops, the way back among them.
         slowest_transfer: of a chunk, over the links between them.
         further_chunks: how often the bottleneck counts.
-        known: some that fit; what cannot be better is not looked at.
+        rival: what must be beaten: caps under which nothing can are not tried.
     """
     free = _under(None, holders, hops, slowest_transfer, further_chunks)
     if free is None or not further_chunks or free.bottleneck <= slowest_transfer:
         return free
     least = max(slowest_transfer, _least_bottleneck(holders))
-    best = min((free, known or free), key=lambda cuts: (cuts.cost, cuts.positions))
+    best = free
     least_sum = free.cost - further_chunks * free.bottleneck
     # With a bottleneck above this no sum is small enough.
-    loose = min(free.bottleneck, (best.cost - least_sum) // further_chunks)
+    loose = min(free.bottleneck, (min(best.cost, rival) - least_sum) // further_chunks)
     few = len(holders[0].run) - 1 <= FEW_BLOCKS
     for part in (NEVER,) if few else (COARSE, FINE):
         found: Cuts | None = free
