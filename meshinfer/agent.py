@@ -170,6 +170,7 @@ def _make_serving(
         transport=transport,
         topology=mesh.topology,
         doubtful=mesh.doubtful,
+        out_of_reach=mesh.out_of_reach,
         blame=mesh.blame,
         watch=mesh.changes,
         announce=announce,

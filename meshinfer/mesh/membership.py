@@ -313,6 +313,14 @@ class Membership:
         """Neighbours that do not answer right now."""
         return frozenset(node for node, m in self._members.items() if m.state == "suspect")
 
+    def out_of_reach(self) -> frozenset[NodeId]:
+        """Neighbours that others reach and we do not: between them and us it is the link that broke."""
+        return frozenset(
+            node
+            for node, m in self._members.items()
+            if m.state == "distant" or (m.state == "suspect" and m.others == "reach")
+        )
+
     def dead(self) -> dict[NodeId, float]:
         """Neighbours held dead, and since when."""
         return {node: m.since for node, m in self._members.items() if m.state == "dead"}

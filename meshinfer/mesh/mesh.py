@@ -222,6 +222,10 @@ class Mesh:
         """Members that do not answer right now (their lid closed a second ago, or their cable was moved)."""
         return self._membership.doubtful()
 
+    def out_of_reach(self) -> frozenset[NodeId]:
+        """Members that others reach and this node does not."""
+        return self._membership.out_of_reach()
+
     def blame(self, node: NodeId) -> None:
         """The data path has lost `node`: a channel to it broke, or a step came too late. It is looked at at once."""
         self._tell(Blamed(node))

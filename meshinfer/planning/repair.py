@@ -1,5 +1,8 @@
 """The next epoch of an instance that lost seats: keep what is warm, fill the holes.
 
+Where no seat is lost (a step was late, a channel broke, and everyone lives), the next epoch is the same placement:
+nothing is loaded at all. A seat that is to blame after all fails by itself, and is the hole of the epoch after.
+
 A warm seat's layers are in memory already, so a placement that leaves all of them where they are
 answers again as soon as the holes are loaded; any other moves more bytes than were lost. Each hole
 is filled by the node with which the tokens' way round is shortest, those that hold the model's
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 
 from meshinfer.base.ids import NodeId
 from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS
@@ -36,10 +39,12 @@ def repairs(
     """Placements like `old` with the `lost` seats (indices) on other live nodes, best first.
 
     `topology` counts the memory of the warm seats as free, since the next epoch takes it over.
-    Empty if nothing is warm, or no live node can fill a hole.
+    Empty if nothing is warm, no live node can fill a hole, or two neighbours of `old` do not see each other.
     """
     holes = sorted(lost)
-    if not holes or len(holes) == len(old.seats):
+    if len(holes) == len(old.seats):
+        return ()
+    if not holes and not all(_see_each_other(topology, pair) for pair in pairwise(old.node_ids)):
         return ()
     warm = {seat.node_id for index, seat in enumerate(old.seats) if index not in lost}
     # A node that has a seat already goes last: a second runner costs its overhead twice.
@@ -58,6 +63,10 @@ def repairs(
             found.append(((doubled, fetches, verdict.predicted_hop_seconds, nodes), verdict))
     found.sort(key=lambda scored: scored[0])
     return tuple(plan for _, plan in found)
+
+
+def _see_each_other(topology: Topology, pair: tuple[NodeId, NodeId]) -> bool:
+    return pair in topology.link_between and pair[::-1] in topology.link_between
 
 
 def _holds(topology: Topology, node: NodeId, card: ModelCard) -> bool:

@@ -109,9 +109,14 @@ class ElectedPlanner:
             existing = self._existing(ask)
             if existing is not None:
                 return existing
-            instance_id, old = self._free_instance_id(ask.model_id)
+            instance_id, old = self._free_instance_id(ask)
             epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
-            return await self._plan_and_make(ask, instance_id, epoch, old)
+            try:
+                return await self._plan_and_make(ask, instance_id, epoch, old)
+            except NoRoom:
+                if old is None or not self._ports.is_usable(old):
+                    raise
+                return _placed(old)  # it serves all but one origin, whose link may come back
 
     async def repair(self, instance: Instance) -> None:
         """Make it whole again, if it still is there and still is broken.
@@ -210,10 +215,12 @@ class ElectedPlanner:
     def _plans(self, ask: Place, card: ModelCard, old: Instance | None) -> tuple[list[Plan], list[Refusal]]:
         """Candidates, best first: without the nodes that do not answer right now, if that is possible."""
         topology = _with_memory_of(self._ports.topology(), old)
-        doubtful = self._ports.doubtful() | self._troubled(old)
+        doubtful = self._ports.doubtful() | self._troubled(old) | frozenset(ask.out_of_reach)
         sure = Topology.of((node for node in topology.nodes if node.node_id not in doubtful), topology.links)
         refusals: list[Refusal] = []
-        for among in (sure, topology) if doubtful else (topology,):
+        # What serves all but one origin is replaced by what serves that one, too, or not at all.
+        is_of_use = old is not None and self._ports.is_usable(old)
+        for among in (sure,) if is_of_use else (sure, topology) if doubtful else (topology,):
             plans, refusals = self._candidates(ask, card, among, old)
             if old is not None and ask.placement is None:
                 lost = [
@@ -287,7 +294,7 @@ class ElectedPlanner:
     def _in_use(self, ask: Place) -> Instance | None:
         """The instance that a request like this would be answered by."""
         for instance in self._ports.instances_of(ask.model_id):
-            if _answers(instance.placement, ask) and self._ports.is_usable(instance):
+            if _answers(instance.placement, ask) and self._ports.is_usable(instance, ask.out_of_reach):
                 return instance
         return None
 
@@ -296,7 +303,7 @@ class ElectedPlanner:
         now = trio.current_time()
         self._just_placed = {key: just for key, just in self._just_placed.items() if just.until > now}
         if (instance := self._in_use(ask)) is not None:
-            return Placed(instance.instance_id, instance.epoch, instance.placement)
+            return _placed(instance)
         seen = {instance.instance_id for instance in self._ports.instances()}
         for just in self._just_placed.values():
             placement = just.placed.placement
@@ -307,14 +314,14 @@ class ElectedPlanner:
                 return just.placed
         return None
 
-    def _free_instance_id(self, model_id: ModelId) -> tuple[InstanceId, Instance | None]:
-        """The id to place under: the first replica that is not in use, with the broken instance that it replaces."""
-        by_id = {instance.instance_id: instance for instance in self._ports.instances_of(model_id)}
+    def _free_instance_id(self, ask: Place) -> tuple[InstanceId, Instance | None]:
+        """The id to place under: the first replica that is not in use, with the instance of no use that it replaces."""
+        by_id = {instance.instance_id: instance for instance in self._ports.instances_of(ask.model_id)}
         replica = 0
         while True:
-            instance_id = instance_id_for(model_id, replica)
+            instance_id = instance_id_for(ask.model_id, replica)
             old = by_id.get(instance_id)
-            if old is None or not self._ports.is_usable(old):
+            if old is None or not self._ports.is_usable(old, ask.out_of_reach):
                 return instance_id, old
             replica += 1
 
@@ -398,6 +405,10 @@ class ElectedPlanner:
     def _name(self, node: NodeId) -> str:
         card = self._ports.topology().by_id.get(node)
         return card.name if card else node
+
+
+def _placed(instance: Instance) -> Placed:
+    return Placed(instance.instance_id, instance.epoch, instance.placement)
 
 
 def _answers(placement: Placement, ask: Place) -> bool:

@@ -105,9 +105,13 @@ class Placer:
         return False
 
     async def ready_instance(
-        self, model_id: ModelId, workload: Workload, waiting: Callable[[Waiting], None]
+        self,
+        model_id: ModelId,
+        workload: Workload,
+        waiting: Callable[[Waiting], None],
+        avoid: frozenset[NodeId] = frozenset(),
     ) -> Instance:
-        """An instance of `model_id` that is ready, placed and loaded if need be.
+        """An instance of `model_id` that is ready, placed and loaded if need be; without the nodes to `avoid` if it can.
 
         Waits as long as there is progress; the caller brings the deadline of the request.
 
@@ -120,10 +124,11 @@ class Placer:
         watch = self._ports.watch()
         for _ in range(PLACING_TRIES):
             instance = self._instance_of(model_id)
-            if instance is None or not self._ports.is_usable(instance):
+            if instance is None or not self._ports.is_usable(instance, avoid):
                 waiting(Waiting("planning", 0.0))
                 try:
-                    placed = await self.place(Place(model_id, workload, Constraints()))
+                    out_of_reach = tuple(sorted(avoid))[:256]
+                    placed = await self.place(Place(model_id, workload, Constraints(), None, out_of_reach))
                 except Refused as error:  # deleted while it was being placed, and still wanted here
                     failure = error
                     continue
@@ -134,7 +139,7 @@ class Placer:
                 waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
                 await watch.changed()
                 now = self._instance_of(model_id)
-                if now is None or not self._ports.is_usable(now):
+                if now is None or not self._ports.is_usable(now, avoid):
                     failure, now = _failure_of(now or instance), None
                 instance = now
             if instance is not None and instance.state == "ready":

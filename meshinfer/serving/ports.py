@@ -50,6 +50,8 @@ class Ports:
     """The live members now, this node among them."""
     doubtful: Callable[[], frozenset[NodeId]]
     """Members that do not answer right now: still members, but nothing new is placed on them if it can be helped."""
+    out_of_reach: Callable[[], frozenset[NodeId]]
+    """Members that others reach and this node does not: a bridge between the two of us is down."""
     blame: Callable[[NodeId], None]
     """A channel to it broke or a step on it is overdue: the mesh looks at it at once, instead of when its turn comes."""
     watch: Callable[[], Watch]
@@ -90,6 +92,6 @@ class Ports:
     def instances_of(self, model_id: ModelId) -> list[Instance]:
         return [instance for instance in self.instances() if instance.placement.model_id == model_id]
 
-    def is_usable(self, instance: Instance) -> bool:
-        """Not broken, and no node of it is silent right now: what waits on a silent node is better repaired."""
-        return instance.state != "broken" and self.doubtful().isdisjoint(instance.placement.node_ids)
+    def is_usable(self, instance: Instance, avoid: Iterable[NodeId] = ()) -> bool:
+        """Not broken, and no node of it is to be avoided or silent: what waits on a silent node is better repaired."""
+        return instance.state != "broken" and self.doubtful().union(avoid).isdisjoint(instance.placement.node_ids)

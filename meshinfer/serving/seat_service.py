@@ -22,6 +22,7 @@ from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.runners import Runner
 from meshinfer.serving.seats import (
+    LOOK_SECONDS,
     DeletedMeanwhile,
     RebindRunner,
     SeatEffect,
@@ -121,6 +122,7 @@ class SeatService:
                 self._nursery = nursery
                 nursery.start_soon(self._watch_view)
                 nursery.start_soon(self._watch_clock)
+                nursery.start_soon(self._look_at_runners)
                 nursery.start_soon(self._refresh_counters)
                 nursery.start_soon(self._spares.run)
         finally:
@@ -431,11 +433,15 @@ class SeatService:
                 continue
             await self._perform(self._ledger.tick(trio.current_time()))
 
+    async def _look_at_runners(self) -> None:
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            if effects := self._ledger.look_at_runners(trio.current_time()):
+                await self._perform(effects)
+
     async def _refresh_counters(self) -> None:
         while True:
             await trio.sleep(REPORT_SECONDS)
-            if effects := self._ledger.look_at_runners(trio.current_time()):
-                await self._perform(effects)
             self._announce(counters=True)
 
     def _announce(self, *, counters: bool = False) -> None:

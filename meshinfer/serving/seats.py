@@ -54,17 +54,31 @@ WARM_SECONDS = 20.0
 that comes back from a restart of its agent. Raising it keeps memory from other models."""
 MISSING_GRACE_SECONDS = 2.0
 """A live node's seat may be missing from our view for one gossip period without anything being wrong."""
-SILENT_LOOKS = 5
-"""A runner that said nothing between so many looks, 2 s apart, is frozen: heartbeats come twice a second. Counted in
-looks of ours and not in time, so that a node that slept blames none of its runners on waking."""
-STUCK_FLOOR_SECONDS = 5.0
+LOOK_SECONDS = 0.5
+"""Between two looks at the runners: as often as they send heartbeats."""
+SILENT_LOOKS = 4
+"""A runner that said nothing between so many looks, and nothing for `SILENT_SECONDS`, is frozen. Looks that come late do
+not count: a node that slept, or whose cores are all taken, blames none of its runners."""
+SILENT_SECONDS = 1.75
+"""Nearly as long as a head waits for a step of the others (`pipeline.patience`), and no Wi-Fi is in between. Of a head
+nobody else takes notice: with this, its pause is three seconds like theirs."""
+SILENT_FACTOR = 4.0
+"""Of the longest gap between two words of that runner of late, if it is more: on a slow machine all come late."""
+LONGEST_GAP_SECONDS = 2.5
+"""More is a node that slept; a runner may be silent for ten seconds at most."""
+GAP_FADES = 0.9
+"""Per heartbeat: the longest gap is half forgotten after three seconds."""
+LATE_SECONDS = 0.5
+"""By how much a look or a heartbeat may come late and still say something of the runner, not of the machine."""
+STUCK_FLOOR_SECONDS = 0.75
 STUCK_FACTOR = 5.0
 """How much longer than usual a step may take. A token of a prompt never takes longer than a step that samples one."""
 STUCK_FIRST_SECONDS = 30.0
 STUCK_FIRST_SECONDS_PER_TOKEN = 0.5
 """While nothing is usual yet; as patient as the head is with the others (`pipeline.patience`)."""
-STUCK_BEATS = 4
-"""In a row that must say so: a runner that was stopped in mid-step and goes on is through with it in two seconds."""
+STUCK_BEATS = 3
+"""In a row that must say so, none of them late: a runner that was stopped in mid-step and goes on is through with it in
+a second and a half. With the floor above, a step that hangs is known after 1.75 to 2.25 s."""
 REMEMBERED_EPOCHS = 1024
 """Instances whose highest epoch and whose deletion are remembered; one takes about 200 bytes."""
 
@@ -138,7 +152,11 @@ class _Seat:
     linked: bool = False
     loaded: bool = False
     silent_looks: int = 0
-    """Since its runner's last word."""
+    """Since its runner's last word; late ones left out."""
+    heard_at: float = 0.0
+    """When that was."""
+    longest_gap_seconds: float = 0.0
+    """Between two words of late; it fades."""
     stuck_beats: int = 0
     """In a row."""
 
@@ -209,6 +227,8 @@ class SeatLedger:
         self._load_stall_seconds = load_stall_seconds
         self._seats: dict[SeatKey, _Seat] = {}
         """All and only seats that are leased, running, or failed and still announced."""
+        self._looked_at = 0.0
+        """When the runners were last looked at."""
         self._histories: OrderedDict[InstanceId, _History] = OrderedDict()
 
     def bound(self, usable_bytes: int) -> None:
@@ -293,6 +313,9 @@ class SeatLedger:
                 del self._seats[warm.key]
                 seat.state, seat.loaded, seat.progress = "linking", True, 1.0
                 seat.resident_bytes = warm.resident_bytes
+                # It is the same process: what speaks against it still does.
+                seat.silent_looks, seat.heard_at, seat.stuck_beats = warm.silent_looks, warm.heard_at, warm.stuck_beats
+                seat.longest_gap_seconds = warm.longest_gap_seconds
                 rebound.append(RebindRunner(warm.key, seat.key, seat.placement))
         stopped = [effect for old in older for effect in self._drop(old, f"epoch {ref.epoch} took its place")]
         return [*stopped, *self._make_room(), *rebound, *started]
@@ -340,6 +363,15 @@ class SeatLedger:
         if seat is None or not seat.runs:
             return []
         seat.silent_looks = 0
+        gap = now - seat.heard_at if seat.heard_at else 0.0
+        seat.heard_at = now
+        if isinstance(message, Heartbeat):
+            seat.longest_gap_seconds = max(min(gap, LONGEST_GAP_SECONDS), GAP_FADES * seat.longest_gap_seconds)
+        if isinstance(message, Heartbeat):
+            is_stuck = message.busy_seconds > _honest_seconds(message) and gap <= LOOK_SECONDS + LATE_SECONDS
+            seat.stuck_beats = seat.stuck_beats + 1 if is_stuck else 0
+            if seat.stuck_beats >= STUCK_BEATS:  # a cut one, too: it is no help to a repair
+                return self.fail(key, f"its runner has been in one step for {message.busy_seconds:.0f} s", now)
         if seat.state == "cut":
             return []
         match message:
@@ -358,9 +390,6 @@ class SeatLedger:
                 seat.resident_bytes = message.active_bytes
                 seat.sessions = message.sessions + message.waiting
                 seat.step_seconds = message.step_seconds
-                seat.stuck_beats = seat.stuck_beats + 1 if message.busy_seconds > _honest_seconds(message) else 0
-                if seat.stuck_beats >= STUCK_BEATS:
-                    return self.fail(key, f"its runner has been in one step for {message.busy_seconds:.0f} s", now)
             case ChannelLost(role, other, reason):
                 return self._cut(seat, f"the {role} channel with seat {other} broke: {reason}", now)
             case LinkSample():
@@ -373,12 +402,14 @@ class SeatLedger:
         return []
 
     def look_at_runners(self, now: float) -> list[SeatEffect]:
-        """Give up those that have been silent for `SILENT_LOOKS` calls of this."""
+        """Give up those that have been silent for too long; to be called every `LOOK_SECONDS`."""
+        is_late, self._looked_at = now - self._looked_at > LOOK_SECONDS + LATE_SECONDS, now
         effects: list[SeatEffect] = []
         for seat in list(self._seats.values()):
-            if seat.is_warm:
+            if seat.is_warm and not is_late:
                 seat.silent_looks += 1
-                if seat.silent_looks > SILENT_LOOKS:
+                allowed = max(SILENT_SECONDS, SILENT_FACTOR * seat.longest_gap_seconds)
+                if seat.silent_looks >= SILENT_LOOKS and now - seat.heard_at >= allowed:
                     effects += self.fail(seat.key, "its runner lives and says nothing", now)
         return effects
 

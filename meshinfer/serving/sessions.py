@@ -12,6 +12,7 @@ Cancelling is closing: leaving the context ends the session on every stage.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Literal
 import trio
 
 from meshinfer.base.errors import ERRORS_BY_CODE, BadInput, DeadlineExceeded, MeshinferError, NoRoom, PeerLost
-from meshinfer.base.ids import SessionId
+from meshinfer.base.ids import NodeId, SessionId
 from meshinfer.serving.events import EventStream
 from meshinfer.serving.origin_links import OriginLink, OriginLinks
 from meshinfer.serving.placing import Placer
@@ -39,6 +40,11 @@ SILENCE_SECONDS = 1.0
 """Without a token, while a node of the instance does not answer pings either: then it is not slow but gone."""
 LOOK_SECONDS = 0.1
 """How often that is looked at once a second has been silent."""
+NO_ROOM_SECONDS = 8.0
+"""How long an answer that has begun waits for room, with signs of life to its client: a node that was buried while it
+lives refutes that in seconds, and a restarted agent is back in five. A request that has not begun is told at once."""
+SIGN_SECONDS = 1.0
+"""Between two signs of life of a request that waits for room. It is asked for again then, and whenever the mesh changes."""
 MAX_FAILURES = 6
 """Attempts in a row that brought no token. With the pauses between them they span some 3 s beyond their own waits:
 longer than a dead node can linger in this node's view."""
@@ -168,14 +174,30 @@ class Sessions:
         token_log = TokenLog()
         failures = 0
         resumed = False
+        avoid: frozenset[NodeId] = frozenset()
+        room_until = math.inf
+        watch = self._ports.watch()
         while True:
             emitted = len(token_log.emitted)
             try:
-                return await self._attempt(request, token_log, events, resumed=resumed)
+                return await self._attempt(request, token_log, events, avoid, resumed=resumed)
+            except NoRoom as error:
+                now = trio.current_time()
+                room_until = min(room_until, now + NO_ROOM_SECONDS)
+                if not resumed or now >= room_until:
+                    raise
+                log.info("request %s waits for room: %s", request.session_id, error)
+                events.send_nowait(Waiting("repairing", 0.0))
+                await trio.sleep(RETRY_SECONDS)
+                with trio.move_on_after(SIGN_SECONDS):
+                    await watch.changed()
             except PeerLost as error:
                 # Anything else is the request's own, and would come again.
                 resumed = True
-                failures = 1 if len(token_log.emitted) > emitted else failures + 1
+                if len(token_log.emitted) > emitted:
+                    failures, room_until = 0, math.inf
+                failures += 1
+                avoid = self._ports.out_of_reach()
                 if failures > MAX_FAILURES:
                     raise
                 written = len(token_log.emitted)
@@ -184,7 +206,13 @@ class Sessions:
                 await trio.sleep(RETRY_SECONDS * failures)
 
     async def _attempt(
-        self, request: GenerateRequest, token_log: TokenLog, events: EventStream, *, resumed: bool
+        self,
+        request: GenerateRequest,
+        token_log: TokenLog,
+        events: EventStream,
+        avoid: frozenset[NodeId],
+        *,
+        resumed: bool,
     ) -> None:
         """Get an instance and run what is left of the request on it.
 
@@ -195,7 +223,7 @@ class Sessions:
         def waiting(sign: Waiting) -> None:
             events.send_nowait(sign)
 
-        instance = await self._placer.ready_instance(request.model_id, request.workload, waiting)
+        instance = await self._placer.ready_instance(request.model_id, request.workload, waiting, avoid)
         _check_context(request, instance)
         link = await self._links.get(instance)
         session = OpenSession(
@@ -226,6 +254,8 @@ class Sessions:
     ) -> Literal["stop", "length"]:
         """Pass tokens on until the last one."""
         nodes = link.instance.placement.node_ids
+        # The head takes the session in, the last stage sends the tokens; what is between them is not ours to reach.
+        ends = {link.instance.placement.seats[index].node_id for index in (0, -1)}
         patience = SILENCE_SECONDS
         while True:
             record = None
@@ -243,6 +273,8 @@ class Sessions:
             # A stopped machine keeps its sockets open. Slow is not gone: a neighbour's long prompt may be in the way.
             if silent := self._ports.doubtful().intersection(nodes):
                 raise PeerLost(f"node {min(silent)} does not answer any more")
+            if silent := self._ports.out_of_reach() & ends:
+                raise PeerLost(f"node {min(silent)} answers others, but not this node")
         raise PeerLost(
             f"the answer broke off after {len(token_log.emitted)} tokens: {link.lost or 'the session was dropped'}",
             do="ask again: the model will be placed on the nodes that are left",

@@ -258,6 +258,7 @@ class Cluster:
             transport=transport,
             topology=mesh.topology,
             doubtful=mesh.doubtful,
+            out_of_reach=mesh.out_of_reach,
             blame=mesh.blame,
             watch=mesh.changes,
             announce=announce,

@@ -114,6 +114,8 @@ class Place:
     constraints: Constraints
     placement: Placement | None = None
     """Exactly this one, instead of planning."""
+    out_of_reach: Annotated[tuple[WireNodeId, ...], sized(0, 256)] = ()
+    """The origin does not reach these, though others do: an instance with them is no use to it."""
 
 
 @dataclass(frozen=True, slots=True)

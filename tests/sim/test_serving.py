@@ -17,7 +17,7 @@ from meshinfer.base.errors import BadInput, MeshinferError, NoRoom, UnknownModel
 from meshinfer.base.ids import ModelId
 from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints
-from meshinfer.serving.requests import GenerateRequest
+from meshinfer.serving.requests import Generated, GenerateRequest, Waiting
 from meshinfer.testing.cluster import WORKLOAD, Cluster
 from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.messages import Place
@@ -275,3 +275,66 @@ def test_what_is_deleted_during_its_repair_stays_deleted_until_somebody_asks_aga
             assert all(n.serving.ports.own_card().memory_promised_bytes == 0 for n in cluster.nodes)
 
     simulate(scenario, seed, count=4)
+
+
+@given(seeds)
+@few
+def test_a_bridge_between_the_origin_and_an_end_of_the_pipeline_is_gone_round(seed: int) -> None:
+    """All others reach both, so nobody is lost; the answer goes on without the one that its origin does not reach."""
+
+    async def scenario(cluster: Cluster) -> None:
+        rng = random.Random(seed)
+        await cluster.ask(cluster.nodes[0], cluster.request((9,), tokens=2))
+        (instance,) = cluster.nodes[0].instances()
+        origin = next(node for node in cluster.nodes if node.node_id not in instance.placement.node_ids)
+        far = instance.placement.seats[rng.choice([0, -1])].node_id
+        at = rng.randrange(20)
+
+        def on_token(index: int) -> None:
+            if index == at:
+                cluster.network.cut([origin.node_id], [far])
+
+        request = cluster.request((9, 8), tokens=40, seed=seed)
+        assert await cluster.ask(origin, request, on_token) == exact_answer((9, 8), seed, 40)
+        # A request that begins now goes round it, too, and nobody has buried anybody.
+        assert await cluster.ask(origin, cluster.request((7,), tokens=5, seed=1)) == exact_answer((7,), 1, 5)
+        assert all(len(node.mesh.topology().nodes) == 4 for node in cluster.nodes)
+        (now,) = origin.instances()
+        assert instance.placement.seats[-1].node_id != far or far not in now.placement.node_ids
+
+    simulate(scenario, seed, count=4)
+
+
+@given(seeds)
+@few
+def test_an_answer_that_has_begun_waits_some_seconds_for_room_with_signs_of_life(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.ask(cluster.nodes[0], cluster.request((9,), tokens=4))
+        survivor, victim = cluster.nodes
+        waited: list[float] = []
+
+        async def come_back() -> None:
+            await trio.sleep(3.0)
+            await cluster.restart(victim)
+
+        async with trio.open_nursery() as nursery:
+            tokens: list[int] = []
+            async with survivor.serving.sessions.generate(cluster.request((9,), tokens=60, seed=seed)) as events:
+                async for event in events:
+                    if isinstance(event, Generated):
+                        tokens.append(event.token_id)
+                        if event.index == 3:
+                            cluster.kill(victim)
+                            nursery.start_soon(come_back)
+                    elif isinstance(event, Waiting) and len(tokens) > 3:
+                        waited.append(trio.current_time())
+        assert tuple(tokens) == exact_answer((9,), seed, 60)
+        assert max(after - before for before, after in pairwise(waited)) < 2.0, "the client hears that we live"
+        cluster.kill(cluster.nodes[-1])
+        await cluster.until(lambda: len(survivor.mesh.topology().nodes) == 1)
+        start = trio.current_time()
+        with pytest.raises(NoRoom):  # one that has not begun is told at once
+            await cluster.ask(survivor, cluster.request((5,), tokens=4))
+        assert trio.current_time() - start < 1.0
+
+    simulate(scenario, seed, count=2)
