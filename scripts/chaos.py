@@ -227,6 +227,7 @@ def main() -> int:
     given = parser.parse_args()
     one = given.seed is not None
     logging.basicConfig(level=logging.INFO if one else logging.ERROR, format="%(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     everything = (*scenarios(), *machine_scenarios())
     chosen = [scenario for scenario in scenarios() if given.only in scenario.name]
     report, began = Report(), time.monotonic()

@@ -15,7 +15,7 @@ A placing that finds its instance deleted ends there, whatever it has reached: i
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import trio
 
-from meshinfer.base.errors import MeshinferError, NoRoom, Refused
+from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NoRoom, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Plan, Preview, Refusal
@@ -67,6 +67,9 @@ FAILURES_BEFORE_ELSEWHERE = 2
 elsewhere if it can."""
 FAILURES_SECONDS = 120.0
 """How long a failure counts. A seat that has served for so long starts with a clean record."""
+Candidates = tuple[Sequence[Plan], Sequence[Refusal]]
+SILENCE = (PeerLost, DeadlineExceeded)
+"""Errors of a call that mean: nobody there."""
 ANNOUNCE_SECONDS = 5.0
 """How long a placement may take to show in the view (gossip on change takes milliseconds)."""
 
@@ -75,6 +78,18 @@ ANNOUNCE_SECONDS = 5.0
 class _JustPlaced:
     placed: Placed
     until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What came of asking every seat of a candidate."""
+
+    why: str
+    """It failed; empty: it did not."""
+    epoch: int
+    """Under which it was asked last."""
+    unheard: frozenset[NodeId] = frozenset()
+    """Who did not answer."""
 
 
 class ElectedPlanner:
@@ -135,14 +150,16 @@ class ElectedPlanner:
     async def give_away(self, instance: Instance, leaving: NodeId) -> Placed:
         """Give the seats that `leaving` has of `instance` to others. Raises NoRoom if nobody can take them."""
         info = await self._ports.model_cards.get(instance.placement.model_id)
-        topology = _with_memory_of(self._ports.topology(), instance)
-        others = Topology.of((node for node in topology.nodes if node.node_id != leaving), topology.links)
         theirs = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id == leaving]
         chunk = self._ports.settings.prefill_chunk_tokens
-        plans = repairs(instance.placement, theirs, others, info.card, prefill_chunk_tokens=chunk)
         workload = Workload(instance.placement.context_tokens, instance.placement.concurrency)
-        plans += self._plan(others, info.card, workload, Constraints()).plans
-        return await self._make(instance.instance_id, instance.epoch + 1, plans, [])
+
+        def candidates(silent: frozenset[NodeId]) -> Candidates:
+            others = _without(silent | {leaving}, _with_memory_of(self._ports.topology(), instance))
+            plans = repairs(instance.placement, theirs, others, info.card, prefill_chunk_tokens=chunk)
+            return [*plans, *self._plan(others, info.card, workload, Constraints()).plans], []
+
+        return await self._make(instance.instance_id, instance.epoch + 1, candidates)
 
     async def delete(self, instance: Instance) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
         """Free it on every node: bytes freed by each that held some, and which of its nodes did not confirm.
@@ -170,53 +187,72 @@ class ElectedPlanner:
 
     async def _plan_and_make(self, ask: Place, instance_id: InstanceId, epoch: int, old: Instance | None) -> Placed:
         info = await self._ports.model_cards.get(ask.model_id)
-        plans, refusals = self._plans(ask, info.card, old)
-        if not plans:
-            raise NoRoom(
-                refusals[0].explanation if refusals else f"no live node can hold {ask.model_id}",
-                do="`meshinfer plan` shows every candidate with its numbers",
-            )
-        return await self._make(instance_id, epoch, plans, refusals)
+        return await self._make(instance_id, epoch, lambda silent: self._plans(ask, info.card, old, silent))
 
     async def _make(
-        self, instance_id: InstanceId, epoch: int, plans: Sequence[Plan], refusals: Sequence[Refusal]
+        self, instance_id: InstanceId, epoch: int, candidates: Callable[[frozenset[NodeId]], Candidates]
     ) -> Placed:
-        """Lease and commit the first of `plans` that all its nodes agree to.
+        """Lease and commit the first candidate that all its nodes agree to.
+
+        A node that does not answer is no node to plan with, though it may still be in the view: everything is planned
+        again without it. To go on with the next candidate instead would cost the seats that are warm: it may place
+        other layers on the nodes that live.
 
         Raises:
-            NoRoom: none; with every reason.
+            NoRoom: there is no candidate, or none could be leased; with every reason.
             Refused: the instance was deleted meanwhile.
         """
         begun_epoch = epoch
-        failures: list[str] = []
-        for candidate in plans:
-            why = ""
-            for _ in range(EPOCH_TRIES):
-                newest, why = await self._lease_all(instance_id, epoch, candidate, begun_epoch)
-                if not why:
-                    placed = Placed(instance_id, epoch, candidate.placement, tuple(refusals[:64]))
-                    why = await self._commit_all(placed)
-                    if not why:
-                        where = ", ".join(self._name(node) for node in placed.placement.node_ids)
-                        log.info("instance %s epoch %d is placed on %s", instance_id, epoch, where)
-                        self._remember(placed)
-                        return placed
-                ref = SeatRef(instance_id, epoch, candidate.placement.placement_id, "its placing failed")
-                # Where that is not heard, the lease lapses by itself.
-                await self._tell_all(candidate.placement.node_ids, RELEASE, ref)
-                if self._seats.is_deleted(instance_id, begun_epoch):
-                    raise Refused(f"instance {instance_id} was deleted while it was being placed", do="ask again")
-                epoch = max(epoch, newest) + 1
-                if not newest:
+        silent: frozenset[NodeId] = frozenset()
+        while True:  # each time with a node less
+            plans, refusals = candidates(silent)
+            if not plans:
+                raise NoRoom(
+                    refusals[0].explanation if refusals else "no live node can hold the model",
+                    do="`meshinfer plan` shows every candidate with its numbers",
+                )
+            failures: list[str] = []
+            for candidate in plans:
+                tried = await self._try(instance_id, epoch, candidate, begun_epoch)
+                if tried.why == "":
+                    placed = Placed(instance_id, tried.epoch, candidate.placement, tuple(refusals[:64]))
+                    self._remember(placed)
+                    return placed
+                failures.append(tried.why)
+                epoch = tried.epoch + 1
+                if tried.unheard:
+                    silent |= tried.unheard
                     break
-            failures.append(why)
-        raise NoRoom(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
+            else:
+                raise NoRoom(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
 
-    def _plans(self, ask: Place, card: ModelCard, old: Instance | None) -> tuple[list[Plan], list[Refusal]]:
-        """Candidates, best first: without the nodes that do not answer right now, if that is possible."""
-        topology = _with_memory_of(self._ports.topology(), old)
+    async def _try(self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int) -> _Tried:
+        """Lease and commit every seat of it, or none."""
+        placement = candidate.placement
+        tried = _Tried("", epoch)
+        for _ in range(EPOCH_TRIES):
+            newest, tried = await self._lease_all(instance_id, epoch, candidate, begun_epoch)
+            if not tried.why:
+                tried = await self._commit_all(Placed(instance_id, epoch, placement))
+            if not tried.why:
+                where = ", ".join(self._name(node) for node in placement.node_ids)
+                log.info("instance %s epoch %d is placed on %s", instance_id, epoch, where)
+                return tried
+            ref = SeatRef(instance_id, epoch, placement.placement_id, "its placing failed")
+            # Where that is not heard, the lease lapses by itself.
+            await self._tell_all(set(placement.node_ids) - tried.unheard, RELEASE, ref)
+            if self._seats.is_deleted(instance_id, begun_epoch):
+                raise Refused(f"instance {instance_id} was deleted while it was being placed", do="ask again")
+            if not newest:
+                break
+            epoch = max(epoch, newest) + 1
+        return tried
+
+    def _plans(self, ask: Place, card: ModelCard, old: Instance | None, silent: frozenset[NodeId]) -> Candidates:
+        """Candidates, best first: without `silent` nodes, nor those in doubt if that is possible."""
+        topology = _without(silent, _with_memory_of(self._ports.topology(), old))
         doubtful = self._ports.doubtful() | self._troubled(old) | frozenset(ask.out_of_reach)
-        sure = Topology.of((node for node in topology.nodes if node.node_id not in doubtful), topology.links)
+        sure = _without(doubtful, topology)
         refusals: list[Refusal] = []
         # What serves all but one origin is replaced by what serves that one, too, or not at all.
         is_of_use = old is not None and self._ports.is_usable(old)
@@ -327,8 +363,9 @@ class ElectedPlanner:
 
     async def _lease_all(
         self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int
-    ) -> tuple[int, str]:
-        """(newest epoch that a seat has seen or 0, why it failed or '')."""
+    ) -> tuple[int, _Tried]:
+        """(newest epoch that a seat has seen or 0, what came of it)."""
+        unheard: set[NodeId] = set()
         answers: dict[int, LeaseAnswer] = {}
         placement = candidate.placement
 
@@ -339,6 +376,8 @@ class ElectedPlanner:
                 answers[index] = await self._call_seat(placement.seats[index].node_id, LEASE, ask, LeaseAnswer)
             except MeshinferError as error:
                 answers[index] = LeaseAnswer(granted=False, why=str(error)[:2048])
+                if isinstance(error, SILENCE):
+                    unheard.add(placement.seats[index].node_id)
 
         async with trio.open_nursery() as nursery:
             for index in range(len(placement.seats)):
@@ -351,13 +390,14 @@ class ElectedPlanner:
         if any(answer.is_deleted for _, answer in refused):
             # This node did not hear of it, or it would not have begun: now it knows, and so does whoever asks next.
             await self._seats.delete(Deletion(instance_id, newest))
-        return newest, why
+        return newest, _Tried(why, epoch, frozenset(unheard))
 
-    async def _commit_all(self, placed: Placed) -> str:
-        """Why it failed, or ''."""
+    async def _commit_all(self, placed: Placed) -> _Tried:
         ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)
         _, failures = await self._tell_all(placed.placement.node_ids, COMMIT, ref)
-        return "; ".join(f"{self._name(node)}: {error}" for node, error in failures.items())
+        unheard = frozenset(node for node, error in failures.items() if isinstance(error, SILENCE))
+        why = "; ".join(f"{self._name(node)}: {error}" for node, error in failures.items())
+        return _Tried(why, placed.epoch, unheard)
 
     async def _tell_all(
         self, nodes: Iterable[NodeId], method: str, message: SeatRef | Deletion
@@ -421,6 +461,12 @@ def _answers(placement: Placement, ask: Place) -> bool:
     has_layers = all(held.get(node) == count for node, count in ask.constraints.layers)
     has_context = placement.context_tokens >= ask.workload.context_tokens
     return allowed and has_layers and has_context and placement.concurrency >= ask.workload.concurrency
+
+
+def _without(nodes: frozenset[NodeId], topology: Topology) -> Topology:
+    if not nodes:
+        return topology
+    return Topology.of((node for node in topology.nodes if node.node_id not in nodes), topology.links)
 
 
 def _hops(placement: Placement) -> Iterator[tuple[NodeId, NodeId]]:

@@ -2,8 +2,8 @@
 
 The origin looks at the derived instances first. If none is ready or on its way, it asks the nodes
 in the order that rendezvous hashing gives for the model, so that all origins that want one model
-at once meet at one planner; a planner that does not answer by its deadline is passed over, the
-origin itself comes last. What the planner then does is `elected_planner`'s.
+at once meet at one planner; a planner that does not answer by its deadline is passed over, and the
+origin plans itself when its own turn comes. What the planner then does is `elected_planner`'s.
 
     origin ── place ──▶ planner (leases and commits every seat)
            ◀─ placed ──
@@ -149,13 +149,14 @@ class Placer:
     async def place(self, ask: Place) -> Placed:
         """Have the elected planner place it; the next in order where one does not answer."""
         order = elect(ask.model_id, self._ports.topology().by_id.keys() - self._ports.doubtful())
-        me = self._ports.node_id
-        for planner in () if order[:1] == (me,) else order:
-            if planner != me:
-                try:
-                    return decode(Placed, await self._call_planner(planner, encode(ask)))
-                except (PeerLost, DeadlineExceeded) as error:
-                    log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
+        for planner in order:
+            if planner == self._ports.node_id:
+                # In its turn and no later: whoever comes after it would ask it, and two would plan at once.
+                break
+            try:
+                return decode(Placed, await self._call_planner(planner, encode(ask)))
+            except (PeerLost, DeadlineExceeded) as error:
+                log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
         return await self._planner.place(ask)
 
     async def _call_planner(self, planner: NodeId, ask: bytes) -> bytes:

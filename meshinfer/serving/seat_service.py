@@ -86,6 +86,15 @@ class _Held:
     heartbeat: Heartbeat | None = None
 
 
+@dataclass(eq=False, slots=True)
+class _Starting:
+    """A seat that will have a runner soon."""
+
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    over: trio.Event = field(default_factory=trio.Event)
+    """It has one, or never will."""
+
+
 class SeatService:
     """This node's seats."""
 
@@ -97,7 +106,7 @@ class SeatService:
         )
         self._held: dict[SeatKey, _Held] = {}
         """All and only runners that have been told what to be and are not gone, by what they are now."""
-        self._starting: dict[SeatKey, trio.CancelScope] = {}
+        self._starting: dict[SeatKey, _Starting] = {}
         """All and only seats whose files are being fetched or whose process is being started."""
         self._spares = Spares(ports.start_runner, self._may_keep_spare)
         self.give_way = GiveWay()
@@ -231,6 +240,9 @@ class SeatService:
             Refused: no such seat here, it does not listen yet, or the caller is not who may dial it.
         """
         key = SeatKey(ask.instance_id, ask.epoch, ask.to_seat)
+        if key in self._starting:  # a caller that is sent away comes back up to a second later
+            with trio.move_on_after(LISTEN_WAIT_SECONDS):
+                await self._starting[key].over.wait()
         held = self._held.get(key)
         if held is None or key not in self._ledger.running():
             raise Refused(
@@ -265,7 +277,7 @@ class SeatService:
         async with trio.open_nursery() as stopping:
             for effect in effects:
                 if isinstance(effect, StopRunner) and (starting := self._starting.get(effect.key)):
-                    starting.cancel()  # a fetch of gigabytes that nobody wants any more
+                    starting.scope.cancel()  # a fetch of gigabytes that nobody wants any more
                 if isinstance(effect, StopRunner) and (held := self._held.get(effect.key)):
                     log.info("seat %s: stopping its runner: %s", effect.key, effect.reason)
                     stopping.start_soon(held.runner.stop)
@@ -286,8 +298,9 @@ class SeatService:
 
         runner: Runner | None = None
         path: Path | None = None
+        starting = self._starting[key] = _Starting()
         try:
-            with trio.CancelScope() as self._starting[key]:
+            with starting.scope:
                 path = await self._ports.model_path(placement.model_id, fetched)
                 runner = await self.give_way.start(self._spares.take)
         except (MeshinferError, OSError) as error:
@@ -296,6 +309,7 @@ class SeatService:
             return
         finally:
             del self._starting[key]
+            starting.over.set()
         if runner is None:  # released before there was one
             return
         log.info("seat %s: process %d is to be its runner", key, runner.pid)

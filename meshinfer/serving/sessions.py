@@ -275,6 +275,8 @@ class Sessions:
                 raise PeerLost(f"node {min(silent)} does not answer any more")
             if silent := self._ports.out_of_reach() & ends:
                 raise PeerLost(f"node {min(silent)} answers others, but not this node")
+        if link.lost:
+            self._ports.blame(nodes[0])
         raise PeerLost(
             f"the answer broke off after {len(token_log.emitted)} tokens: {link.lost or 'the session was dropped'}",
             do="ask again: the model will be placed on the nodes that are left",

@@ -28,6 +28,8 @@ def test_a_full_disk_costs_no_answer_and_no_identity(tmp_path: Path, model_store
             assert "Paris" in ask(first.url, FRANCE)
         finally:
             first.kill()
+        (home / "agent.api").unlink()  # the next start would take it away, and have its room
+        machines.fill("solo")
         again = agent_process.start(home, *OPTIONS, log_file=log_file)
         with agent_process.ending(again.process):
             assert again.node_id == first.node_id

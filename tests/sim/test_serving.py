@@ -17,10 +17,11 @@ from meshinfer.base.errors import BadInput, MeshinferError, NoRoom, UnknownModel
 from meshinfer.base.ids import ModelId
 from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints
+from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Generated, GenerateRequest, Waiting
-from meshinfer.testing.cluster import WORKLOAD, Cluster
+from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
-from meshinfer.wire.messages import Place
+from meshinfer.wire.messages import Place, Placed
 
 seeds = st.integers(0, 2**32 - 1)
 few = settings(
@@ -181,6 +182,38 @@ def test_a_planner_that_dies_leaves_nothing_behind(seed: int) -> None:
             assert all(instance.state == "ready" for instance in node.instances())
 
     simulate(scenario, seed, count=4)
+
+
+@given(seeds)
+@few
+def test_origins_whose_planner_has_just_died_meet_at_the_next_one(seed: int) -> None:
+    """Nobody has noticed yet, so all still ask the dead one, and its memory is planned with; one instance comes of it."""
+
+    async def scenario(cluster: Cluster) -> None:
+        order = elect(cluster.model.model_id, [node.node_id for node in cluster.nodes])
+        victim = next(node for node in cluster.nodes if node.node_id == order[0])
+        survivors = [node for node in cluster.nodes if node is not victim]
+        placed: list[Placed] = []
+
+        async def place(node: SimNode) -> None:
+            assert victim.node_id in node.mesh.topology().by_id
+            placed.append(await node.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, Constraints())))
+
+        cluster.kill(victim)
+        async with trio.open_nursery() as nursery:
+            for node in survivors:
+                nursery.start_soon(place, node)
+        assert {(one.instance_id, one.epoch, one.placement) for one in placed} == {
+            (placed[0].instance_id, placed[0].epoch, placed[0].placement)
+        }
+        assert victim.node_id not in placed[0].placement.node_ids
+        await cluster.until(lambda: all([i.state for i in node.instances()] == ["ready"] for node in survivors))
+        started = sum(
+            runner.seat is not None for node in survivors for runner in cluster.fabric.runners_of(node.node_id)
+        )
+        assert started == len(placed[0].placement.seats)
+
+    simulate(scenario, seed)
 
 
 @given(seeds)
