@@ -56,7 +56,7 @@ def simulate(
 
     from meshinfer.planning.workload import Workload
     from meshinfer.testing.phantoms import SMALL_PHANTOMS
-    from meshinfer.testing.simulate import COLUMNS, MODELS, rounds, table, worse_than
+    from meshinfer.testing.simulate import COLUMNS, MODELS, against_best, rounds, table, worse_than
 
     if objective not in ("latency", "throughput"):
         raise BadInput(f"{objective!r} is no --objective", expected="latency or throughput")
@@ -93,6 +93,8 @@ def simulate(
     most = max((by for _, _, by in worse), default=0.0)
     verdict = f"in {len(worse)} cases, by {most:.1%} at most" if worse else "never"
     out.print(Text(f"Ours is worse than memory, even or flops: {verdict}, of {len(results)} networks and models."))
+    for name, (mean, worst) in against_best(results, objective).items():
+        out.print(Text(f"{name}: {mean:.3f} times the seconds of the best of them each time, {worst:.3f} at worst."))
 
 
 def _cell(rate: float | None, best: float, column: str) -> Text:

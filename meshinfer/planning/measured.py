@@ -31,6 +31,9 @@ UNMEASURED_RTT_SECONDS = 0.15
 value too), so that any measured LAN or Wi-Fi link wins against it and a plan is possible all the same."""
 UNMEASURED_BANDWIDTH = 5e6
 """Bytes per second: a crowded Wi-Fi."""
+UNMEASURED_DISK = 3e8
+"""Bytes per second that a node's disk takes and gives: a SATA SSD, or a laptop's NVMe that others use as well. No node
+measures its own: a file just written is read back from memory, and one that is not would cost gigabytes of writing."""
 RETRANSMIT_SECONDS = 0.2
 """What a lost packet costs at least: the shortest wait of TCP on Linux."""
 WITHIN_A_NODE = LinkSpeed(25e-6, 1e9, 25e-6)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from meshinfer.base.ids import NodeId
 from meshinfer.planning.holders import Candidate, Holder, Holders, best_ring, slowest_of_ring
-from meshinfer.planning.measured import UNMEASURED_BANDWIDTH, LinkRates, link_rates, node_rates
+from meshinfer.planning.measured import UNMEASURED_BANDWIDTH, UNMEASURED_DISK, LinkRates, link_rates, node_rates
 from meshinfer.planning.memory import Room, seat_memory
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.partition import boundaries
@@ -105,13 +105,16 @@ class Problem:
 
     @cached_property
     def _fetch_rates(self) -> dict[NodeId, float]:
-        """Bytes per second at which nodes without the files would get them from the quickest peer that has them."""
+        """Bytes per second at which nodes without the files would get them from the quickest peer that has them.
+
+        No quicker than a disk takes them, however quick the link.
+        """
         having = {node.node_id for node in self.topology.nodes if holds(node, self.card)}
         rates = {node.node_id: UNMEASURED_BANDWIDTH for node in self.nodes}
         for link in self.topology.links:
             if link.source in having and link.target in rates and link.bandwidth_bytes_per_second:
                 rates[link.target] = max(rates[link.target], quantise(link.bandwidth_bytes_per_second))
-        return rates
+        return {node_id: min(rate, UNMEASURED_DISK) for node_id, rate in rates.items()}
 
     # --- links ----------------------------------------------------------------------------------
 

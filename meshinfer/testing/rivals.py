@@ -2,7 +2,8 @@
 
 The rivals decide as the programs do that they are named after, from the same measurements as we do; all are
 judged by the phantom's true speeds and links, with our cost model and our count of memory. Where a rival's
-own rule gives a node more than it can hold, it is given its next best choice rather than nothing.
+own rule gives a node more than it can hold, it is given its next best choice rather than nothing, and where its
+rule would cut a model in a place where it has no cut, the nearest legal one counts.
 
 | planner | rule |
 |---|---|
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import accumulate, pairwise, permutations
 
 from meshinfer.base.ids import NodeId
 from meshinfer.planning import cost
 from meshinfer.planning.choice import Choice
 from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS, seat_memory
 from meshinfer.planning.model_card import ModelCard
+from meshinfer.planning.partition import boundaries
 from meshinfer.planning.planner import plan
 from meshinfer.planning.problem import Problem
 from meshinfer.planning.quickest import quickest_cuts
@@ -147,6 +149,8 @@ def by_flops(topology: Topology, card: ModelCard, workload: Workload) -> Placeme
             placement = _placement(card, workload, nodes, layers)
             if fits(placement, topology, card):
                 return placement
+            if len(placement.seats) < len(nodes):
+                break
             over = _shortfalls(placement, topology, card)
             full = max(range(len(nodes)), key=lambda index: (over[index], index))
             room = min(range(len(nodes)), key=lambda index: (over[index], index))
@@ -188,12 +192,18 @@ def _shortfalls(placement: Placement, topology: Topology, card: ModelCard) -> li
 
 
 def _placement(card: ModelCard, workload: Workload, nodes: Sequence[NodeCard], layers: Sequence[int]) -> Placement:
-    seats: list[Seat] = []
-    start = 0
-    for node, count in zip(nodes, layers, strict=True):
-        seats.append(Seat(NodeId(node.node_id), start, start + count))
-        start += count
+    cuts = _legal(boundaries(card), list(accumulate(layers)))
+    seats = [
+        Seat(NodeId(node.node_id), start, end)
+        for node, (start, end) in zip(nodes, pairwise((0, *cuts)), strict=True)
+        if end > start
+    ]
     return Placement(
         card.model_id, card.digest, card.layer_count, "pipeline", "libp2p",
         workload.context_tokens, workload.concurrency, tuple(seats),
     )  # fmt: skip
+
+
+def _legal(bounds: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """The nearest legal end of each stage; a stage may be left with nothing."""
+    return [min(bounds, key=lambda bound: (abs(bound - end), bound)) for end in ends]

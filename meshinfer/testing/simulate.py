@@ -92,3 +92,18 @@ def worse_than(results: Sequence[Round], objective: str) -> list[tuple[Round, st
             if other is not None and (ours is None or ours > other * (1 + ROUNDING)):
                 out.append((each, planner, float("inf") if ours is None else ours / other - 1))
     return out
+
+
+def against_best(results: Sequence[Round], objective: str) -> dict[str, tuple[float, float]]:
+    """Per phantom, ours over the best of the others in each round, which is another one each time: (mean, worst).
+
+    Below 1 ours is quicker. With noise of n a single round may be lost by luck, by (1 + n) / (1 − n) at most: two
+    machines whose measurements err in opposite directions cannot be told apart by anyone who trusts them.
+    """
+    ratios: dict[str, list[float]] = {}
+    for each in results:
+        ours = each.seconds("ours", objective)
+        others = [s for name in PLANNERS if name != "ours" and (s := each.seconds(name, objective)) is not None]
+        if ours is not None and others:
+            ratios.setdefault(each.phantom, []).append(ours / min(others))
+    return {name: (sum(each) / len(each), max(each)) for name, each in ratios.items()}

@@ -11,9 +11,11 @@ from planning_cases import by_brute_force, fewest_and_shortest, models, placemen
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.base.units import GIB, MIB
 from meshinfer.planning.hops import cycle_nanoseconds
+from meshinfer.planning.measured import UNMEASURED_DISK
 from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS, seat_memory
 from meshinfer.planning.plan import Plan, Preview, Refusal
 from meshinfer.planning.planner import plan, validate_placement
+from meshinfer.planning.problem import Problem
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.testing.cards import MODEL_DIGEST, MODEL_ID, model_card, node_card
 from meshinfer.topology.graph import Topology
@@ -430,3 +432,21 @@ def test_the_digest_of_the_topology_is_on_the_plan():
     topology = mesh(node_card("ada"))
     assert plan(topology, model_card(), SMALL, ANYTHING).plans[0].topology_digest == topology.digest
     assert plan(topology, model_card(), SMALL, ANYTHING).plans[0].placement.model_digest == MODEL_DIGEST
+
+
+def test_files_come_no_quicker_than_a_disk_takes_them():
+    """Term 10: bytes to move / min(disk, link)."""
+    card = model_card([100 * MIB] * 8)
+
+    def rate(bandwidth: float) -> float:
+        cards = [node_card("ada", 2 * GIB), node_card("bea", 2 * GIB, holds=[])]
+        links = [
+            Link(NodeId(a), NodeId(b), 0.001, bandwidth_bytes_per_second=bandwidth)
+            for a, b in (("ada", "bea"), ("bea", "ada"))
+        ]
+        topology = Topology.of(cards, links)
+        problem = Problem(topology, card, SMALL, ANYTHING, topology.nodes, PREFILL_CHUNK_TOKENS)
+        return problem.candidate(1).fetch_bytes_per_second
+
+    assert rate(1e8) == 1e8
+    assert rate(1e10) == UNMEASURED_DISK

@@ -22,7 +22,7 @@ from meshinfer.planning.measured import link_rates
 from meshinfer.planning.plan import Plan
 from meshinfer.planning.planner import plan, predict_placement, validate_placement
 from meshinfer.planning.problem import Problem
-from meshinfer.planning.quickest import chain_cost
+from meshinfer.planning.quickest import chain_cost, quickest_cuts
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.testing.cards import model_card, node_card
 from meshinfer.topology.card import KindSpeed
@@ -138,6 +138,28 @@ def test_pipelines_of_up_to_five_nodes_are_the_quickest(seed: int):
 def test_pipelines_of_six_nodes_are_the_quickest(seed: int):
     problem = random_problem(1000 + seed, 6, 6)
     check(quickest(problem), by_brute_force(problem, [problem.holder(i) for i in range(6)]))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_deep_models_with_long_prompts_too(seed: int):
+    """Beyond what the exact search takes on: against all orders, each with its best cuts."""
+    shallow = random_problem(7000 + seed, 3 + seed % 2, layers := 90 - 20 * (seed % 2))
+    cards = [replace(node, memory_usable_bytes=node.memory_usable_bytes * layers // 7) for node in shallow.nodes]
+    topology = Topology.of(cards, shallow.topology.links)
+    workload = replace(shallow.workload, prompt_tokens=3000)
+    problem = Problem(topology, shallow.card, workload, ANYTHING, topology.nodes, 512)
+    assert len(cards) * len(problem.bounds) > choice_module.EXACT_CHUNKED_WORK
+    best: int | None = None
+    holders = [problem.holder(index) for index in range(len(cards))]
+    for size in range(1, len(cards) + 1):
+        for order in permutations(holders, size):
+            pairs = list(pairwise(order))
+            hops = sum(problem.hop(*pair) for pair in pairs) + (problem.back(order[-1], order[0]) if pairs else 0)
+            slowest = max((problem.transfer(*pair) for pair in pairs), default=0)
+            cuts = quickest_cuts(order, hops, slowest, problem.terms.further_chunks)
+            if cuts is not None and (best is None or cuts.cost < best):
+                best = cuts.cost
+    check(quickest(problem), best)
 
 
 @pytest.mark.parametrize("seed", range(100))
