@@ -25,9 +25,13 @@ decides. And a lost connection is no lost probe, it is definite (a killed proces
 milliseconds), so it gets one re-dial, the others' word, and at most half a second. That a connection was
 replaced by another is no news at all; a single ping without an answer removes nobody.
 
+*Slow is not gone.* A node that took long to answer of late (its cores are taken, its link is full) may be silent
+for four times as long as the slowest of its answers, if that is more; who answers in milliseconds, as nearly all do,
+is held to the figures above.
+
 *Doubting oneself.* Silence is counted in pings that we sent and had no answer to, never in time alone. An event
 loop that comes late by `s` seconds (a lid, SIGSTOP, a starved core) says `Late(s)`: that time is taken off
-everyone's silence, and for some seconds all timeouts stretch. A node that others suspect stretches them too.
+everyone's silence, and for some seconds all timeouts stretch, the more the later it came. A node that others suspect stretches them too.
 When most neighbours fall silent at once, or those whom we ask do not answer either, the fault is likely
 ours, and nothing shortens the timeout.
 
@@ -81,6 +85,8 @@ class PingSent:
 @dataclass(frozen=True, slots=True)
 class PingAnswered:
     node: NodeId
+    seconds: float = 0.0
+    """How long it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +233,14 @@ class Timing:
     dead_max_seconds: float = 2.0
     """Likewise, with nobody's confirmation."""
     pings_before_dead: int = 3
+    slow_factor: float = 4.0
+    """Of the slowest answer of late: so long a node may be silent before it is dead, half as long before it is suspect."""
+    slow_fades: float = 0.8
+    """Per answer: a slow one is half forgotten after three, about as many seconds."""
+    slow_max_seconds: float = 6.0
+    """More is granted to nobody: a node that slow is no help."""
+    late_seconds: float = 0.25
+    """A loop that comes this late, or later, is a whole unit of doubt; one that comes half as late, half of one."""
     confirmations: int = 3
     """So many have the full effect; fewer if there are fewer who could."""
     self_doubt_max: int = 4
@@ -254,6 +268,8 @@ class _Member:
     """Pings since the last answer, over this connection."""
     silent_since: float = 0.0
     """When the oldest of them was sent; meaningless while there is none."""
+    slowest_seconds: float = 0.0
+    """Answer of late; it fades."""
     blamed: bool = False
     """By the data path, since the last answer."""
     accusers: set[NodeId] = field(default_factory=set[NodeId])
@@ -347,8 +363,10 @@ class Membership:
             self._take_off(event.seconds, now)
         effects = self._pass_time(now) if self._next is not None and self._next <= now else []
         match event:
-            case Late() | SuspectedOurselves():
-                self._doubt_ourselves(now)
+            case Late(seconds):
+                self._doubt_ourselves(min(1.0, seconds / self._timing.late_seconds), now)
+            case SuspectedOurselves():
+                self._doubt_ourselves(1.0, now)
             case Accused(by, suspects):
                 effects += self._take_accusations(by, dict(suspects))
             case TimePassed():
@@ -392,8 +410,9 @@ class Membership:
                 if member.unanswered == 0:
                     member.silent_since = now
                 member.unanswered += 1
-            case PingAnswered(node) if member and member.connected:
+            case PingAnswered(node, seconds) if member and member.connected:
                 member.unanswered, member.blamed = 0, False
+                member.slowest_seconds = max(seconds, self._timing.slow_fades * member.slowest_seconds)
                 effects += self._apply(node, "answered", now, "answers pings")
             case OthersReach(node, by) if member and member.state == "suspect":
                 member.others, member.reached_by = "reach", f"{by} reaches it"
@@ -454,13 +473,14 @@ class Membership:
         stretch = 1 + self.self_doubt(now) / 2
         if not member.connected:
             return member.since + timing.redial_grace_seconds * stretch
+        slow = min(timing.slow_max_seconds, timing.slow_factor * member.slowest_seconds)
         if member.state == "alive":
             if member.blamed and member.unanswered >= 1:
-                return member.silent_since + timing.suspect_after_blame_seconds * stretch
+                return member.silent_since + max(timing.suspect_after_blame_seconds * stretch, slow / 2)
             if member.unanswered >= 2:
-                return member.silent_since + timing.suspect_after_seconds * stretch
+                return member.silent_since + max(timing.suspect_after_seconds * stretch, slow / 2)
         elif member.unanswered >= timing.pings_before_dead:
-            return member.silent_since + self._silence_allowed(member) * stretch
+            return member.silent_since + max(self._silence_allowed(member) * stretch, slow)
         return None
 
     def _silence_allowed(self, suspect: _Member) -> float:
@@ -521,8 +541,8 @@ class Membership:
             if member.state == "suspect":
                 member.since = min(now, member.since + seconds)
 
-    def _doubt_ourselves(self, now: float) -> None:
-        self._self_doubt = min(self._timing.self_doubt_max, self.self_doubt(now) + 1)
+    def _doubt_ourselves(self, units: float, now: float) -> None:
+        self._self_doubt = min(self._timing.self_doubt_max, self.self_doubt(now) + units)
         self._self_doubt_at = now
 
     # --- inside ---------------------------------------------------------------------------------

@@ -85,10 +85,11 @@ HOUSEKEEPING_SECONDS = 1.0
 """How often time alone is looked at: lifetimes of announcements, doubts."""
 UPKEEP_SECONDS = 5.0
 """How often own addresses are looked up and the address book is written."""
-TICK_SECONDS = 0.5
-"""How often this node looks at least whether its own loop comes late. Costs 0.1 ms each; every ping looks too."""
-LATE_SECONDS = 0.25
-"""Lateness that counts: a garbage collection or a signature takes a tenth of it, and it is half of what makes a suspect."""
+TICK_SECONDS = 0.25
+"""How often this node looks at least whether its own loop comes late. Costs 0.1 ms each; every ping looks too, so a
+standstill of less than this beyond the lateness below may go unseen."""
+LATE_SECONDS = 0.1
+"""Lateness that counts: a garbage collection or a signature takes a quarter of it, a loop on a starved core many times."""
 CHANGES_APART_SECONDS = 0.05
 """Two wake-ups of `changes()` are at least this far apart; what happens between travels in the second."""
 

@@ -232,7 +232,7 @@ class Prober:
         self._answered += 1
         self._turns[peer].answered(now)
         estimate.answered(now - sent, now)
-        self._on_event(PingAnswered(peer))
+        self._on_event(PingAnswered(peer, now - sent))
 
     async def _echo(self, caller: NodeId, payload: bytes) -> bytes:
         turns = self._turns.get(caller)

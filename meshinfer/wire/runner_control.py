@@ -130,7 +130,7 @@ class Heartbeat:
     opened again."""
     kept_bytes: Annotated[int, at_least(0)] = 0
     """What it keeps in case a session is opened again: caches of sessions that broke off, outputs of running ones."""
-    computing_seconds: Annotated[float, at_least(0)] = 0.0
+    computing_seconds: Annotated[float, finite(0)] = 0.0
     """The same decode step on the engine's own clock, which leaves out what others on the machine made it wait."""
 
 

@@ -105,6 +105,25 @@ async def test_half_of_the_mesh_stops_at_once(autojump_clock, tmp_path: Path) ->
         await stage.wait(lambda: stage.all_see(rest, by=rest), 3)
 
 
+async def test_a_node_that_gets_slower_and_slower_is_not_buried_while_it_answers(
+    autojump_clock, tmp_path: Path
+) -> None:
+    """More processes than cores: it comes to itself only now and then, and answers all that has come in meanwhile."""
+    async with room(tmp_path, SimNetwork(latency_seconds=0.002)) as stage:
+        everyone = await stage.gather(4)
+        await trio.sleep(3)
+        slow = sorted(everyone)[1]
+        for stall in (0.8, 1.2, 1.6, *[1.9] * 3, *[3.0] * 6):
+            stage.network.stop(slow)
+            await watch_all_see(stage, everyone, stall, apart=[slow])
+            stage.network.resume(slow)
+            await watch_all_see(stage, everyone, 0.3, apart=[slow])
+        await trio.sleep(15)  # quick again, it is held to what the mesh promises
+        stage.network.stop(slow)
+        rest = everyone - {slow}
+        await stage.wait(lambda: stage.all_see(rest, by=rest), STOPPED_SECONDS)
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 async def test_a_link_that_flaps_every_second_loses_nobody(autojump_clock, tmp_path: Path, breaks: bool) -> None:
     network = SimNetwork(latency_seconds=0.002)

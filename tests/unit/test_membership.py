@@ -6,6 +6,7 @@ degrades and improves, missed answers of relays, a name that comes back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -527,3 +528,37 @@ def test_only_differences_of_the_own_clock_matter(
         mine, theirs = here.handle(event_of(node), now), there.handle(event_of(node), epoch + now)
         assert [type(effect) for effect in mine] == [type(effect) for effect in theirs]
     assert [(m.node, m.state) for m in here.members()] == [(m.node, m.state) for m in there.members()]
+
+
+def test_who_answers_slowly_of_late_may_be_silent_for_longer() -> None:
+    """Its cores are taken. Whoever answers in milliseconds is held to what the mesh promises."""
+
+    def buried_after(answer_seconds: float, quick_ones_since: int) -> float:
+        room = Membership(TIMING)
+        room.handle(Connected(A), 0.0)
+        now = 0.0
+        for seconds in (answer_seconds, *(0.002 for _ in range(quick_ones_since))):
+            room.handle(PingSent(A), now)
+            room.handle(PingAnswered(A, seconds), now := now + seconds)
+        start = now
+        for number in range(40):
+            room.handle(PingSent(A), start + 0.5 * number)
+            while (due := room.next_wakeup()) is not None and due <= start + 0.5 * (number + 1):
+                room.handle(TimePassed(), due)
+                if room.state(A) == "dead":
+                    return due - start
+        return math.inf
+
+    quick, slow = buried_after(0.002, 0), buried_after(0.8, 0)
+    assert slow == pytest.approx(4 * 0.8)
+    assert slow > quick
+    assert buried_after(0.8, 12) == pytest.approx(quick), "it has recovered"
+    assert buried_after(30.0, 0) == TIMING.slow_max_seconds, "within bounds"
+
+
+def test_a_loop_that_comes_a_little_late_again_and_again_doubts_itself_too() -> None:
+    room = Membership(TIMING)
+    now = 0.0
+    for _ in range(20):
+        room.handle(Late(0.12), now := now + 0.3)
+    assert room.self_doubt(now) > 2
