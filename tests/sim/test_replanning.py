@@ -67,6 +67,7 @@ async def test_candidates_over_links_that_are_only_estimated_have_them_measured(
         transport=transport,
         topology=lambda: topology,
         doubtful=frozenset,
+        out_of_reach=frozenset,
         blame=no,
         watch=no,
         announce=no,

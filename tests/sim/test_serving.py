@@ -5,6 +5,7 @@ Written as Hypothesis tests: Hypothesis seeds trio's scheduler, so a failing run
 
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,7 @@ from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Generated, GenerateRequest, Waiting
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
+from meshinfer.topology.placement import Seat
 from meshinfer.wire.messages import Place, Placed
 
 seeds = st.integers(0, 2**32 - 1)
@@ -87,12 +89,15 @@ def test_a_node_is_lost_in_mid_answer_and_the_answer_goes_on(seed: int, stops: b
     async def scenario(cluster: Cluster) -> None:
         rng = random.Random(seed)
         preview = await cluster.nodes[0].serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
-        plan = next(plan for plan in preview.plans if len(plan.placement.seats) == stages)
-        await cluster.nodes[0].serving.placer.place(
-            Place(cluster.model.model_id, WORKLOAD, Constraints(), plan.placement)
-        )
+        count = len(cluster.model.layers)
+        cuts = pairwise(count * index // stages for index in range(stages + 1))
+        nodes = rng.sample(cluster.nodes, stages)
+        # The planner itself takes no more nodes than it needs.
+        seats = tuple(Seat(node.node_id, start, end) for node, (start, end) in zip(nodes, cuts, strict=True))
+        placement = replace(preview.plans[0].placement, seats=seats)
+        await cluster.nodes[0].serving.placer.place(Place(cluster.model.model_id, WORKLOAD, Constraints(), placement))
         await cluster.until(lambda: [i.state for i in cluster.nodes[0].instances()] == ["ready"])
-        holders = [node for node in cluster.nodes if node.node_id in plan.placement.node_ids]
+        holders = [node for node in cluster.nodes if node.node_id in placement.node_ids]
         victim = rng.choice(holders)
         origin = rng.choice([node for node in cluster.nodes if node is not victim])
         at = rng.randrange(20)
@@ -108,7 +113,7 @@ def test_a_node_is_lost_in_mid_answer_and_the_answer_goes_on(seed: int, stops: b
         (instance,) = origin.instances()
         assert victim.node_id not in instance.placement.node_ids
         assert instance.epoch > 1
-        kept = {seat for seat in plan.placement.seats if seat.node_id != victim.node_id}
+        kept = {seat for seat in placement.seats if seat.node_id != victim.node_id}
         assert kept <= set(instance.placement.seats), "warm seats stay"
         pause = max(after - before for before, after in pairwise(times))
         assert pause < (8.0 if stops else 4.0)  # virtual: what timers and the fake load add up to
