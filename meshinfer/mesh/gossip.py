@@ -33,7 +33,7 @@ from meshinfer.base.errors import MeshinferError, ProtocolError
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.announcement import Heard, check, sign
 from meshinfer.mesh.changes import Changes
-from meshinfer.mesh.neighbours import FULL_MESH_NODES, rarity
+from meshinfer.mesh.neighbours import FULL_MESH_NODES, most_wanted, rarity
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.mesh.view import MergeResult, View
 from meshinfer.topology.link import Link
@@ -75,8 +75,9 @@ PULL_WORKERS = 4
 PULLS_WAITING = 64
 ANSWER_BYTES = MAX_CALL_BYTES - 16 * 1024
 """Of announcements in one answer; the rest is for the envelope."""
-MAX_ANNOUNCED_LINKS = 64
-"""Four times a full mesh; with a card of 40 KiB they fit into one message."""
+MAX_ANNOUNCED_LINKS = 40
+"""Twice those that a node wants or that want it, and the 16 that planners may ask for. More would only be connections
+from a smaller mesh's time; 250 bytes each, to everyone, each period."""
 MAX_ANNOUNCED_SUSPECTS = 32
 """Who suspects more has lost its own network."""
 OVERHEAD_BYTES = 64
@@ -184,7 +185,7 @@ class Gossip:
 
     async def publish(self) -> None:
         """Announce this node as it is now."""
-        links, suspects = self._links()[:MAX_ANNOUNCED_LINKS], self._suspects()[:MAX_ANNOUNCED_SUSPECTS]
+        links, suspects = self._told(self._links()), self._suspects()[:MAX_ANNOUNCED_SUSPECTS]
         own = sign(self._own_card.next_version(), links, self._transport.sign, suspects)
         same = own.says_the_same_as(self._view.own)
         self._view.set_own(own)
@@ -197,6 +198,13 @@ class Gossip:
             return
         self._published += 1
         self._published_bytes += len(payload)
+
+    def _told(self, links: tuple[Link, ...]) -> tuple[Link, ...]:
+        """As many of `links` as an announcement has room for, in their order."""
+        if len(links) <= MAX_ANNOUNCED_LINKS:
+            return links
+        kept = most_wanted(self._transport.node_id, [link.target for link in links], MAX_ANNOUNCED_LINKS)
+        return tuple(link for link in links if link.target in kept)
 
     def statistics(self) -> GossipStatistics:
         return GossipStatistics(

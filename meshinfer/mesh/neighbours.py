@@ -66,6 +66,15 @@ def wanted(
     return Wanted(tuple(others[: farthest + 1]), tuple(strangers), STRANGERS_WHEN_CONTENT)
 
 
+def most_wanted(own: NodeId, nodes: Collection[NodeId], limit: int) -> frozenset[NodeId]:
+    """Those `limit` of `nodes` with whom this node weighs least: all whom it wants and who want it are among them.
+
+    A node has more connections than anybody wants where it was there before the mesh was large, or many started at
+    once; links to those can go untold, but a node to which nobody tells a link would be taken for gone.
+    """
+    return frozenset(sorted(nodes, key=lambda node: _weight(own, node))[:limit])
+
+
 @functools.lru_cache(maxsize=MAX_WEIGHED)
 def _weight(one: NodeId, other: NodeId) -> bytes:
     first, second = sorted((one, other))

@@ -15,7 +15,8 @@ from meshinfer.base.ids import NodeId
 from meshinfer.mesh.address_book import MAX_NODES, AddressBook
 from meshinfer.mesh.addresses import nearness, worth_dialling
 from meshinfer.mesh.dial_plan import COURTESY_SECONDS, MAX_WAIT_SECONDS, OLD_WAIT_SECONDS, Dial, DialPlan
-from meshinfer.mesh.neighbours import FULL_MESH_NODES, NEIGHBOURS, Wanted, wanted
+from meshinfer.mesh.gossip import MAX_ANNOUNCED_LINKS
+from meshinfer.mesh.neighbours import FULL_MESH_NODES, NEIGHBOURS, Wanted, most_wanted, wanted
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.mesh.prober import LinkEstimate
 from meshinfer.testing.cards import node_card
@@ -295,3 +296,12 @@ def test_a_link_is_smoothed_and_steady() -> None:
     lossy = estimate.link(A, B, 3.0)
     assert lossy is not None
     assert lossy.loss == 0.25
+
+
+def test_a_bounded_announcement_leaves_nobody_without_a_link_that_others_tell() -> None:
+    nodes = [NodeId(f"n{index:03}") for index in range(300)]
+    told = {node: most_wanted(node, [other for other in nodes if other != node], MAX_ANNOUNCED_LINKS) for node in nodes}
+    for node in nodes:
+        wishes = wanted(node, nodes, (), ()).neighbours
+        assert set(wishes) <= told[node]
+        assert all(node in told[other] for other in wishes), "each of them tells of it"
