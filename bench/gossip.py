@@ -30,7 +30,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "sim")
 
 from mesh_room import Room
 
+from bench.gossip_crowd import Crowd, CrowdNetwork
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh import announcement, gossip, neighbours
 from meshinfer.testing.network import GOSSIP, SimNetwork
@@ -52,6 +53,7 @@ from meshinfer.wire.messages import PING, PING_FOR_ME, PULL_VIEW, VIEW_DIGESTS
 
 LOOK_SECONDS = 0.25
 """How finely convergence is told."""
+HOMES = "/dev/shm" if Path("/dev/shm").is_dir() else None
 PATIENCE_SECONDS = 120.0
 LATENCY_SECONDS = 0.01
 """Of control messages, each way; what link probes measure is the phantom's truth."""
@@ -70,20 +72,30 @@ class Counted:
     """Link probes: the calls that arrange them, and what crossed their channels."""
 
     @classmethod
-    def now(cls, network: SimNetwork, probes: SimProbes) -> Counted:
+    def now(cls, network: SimNetwork, probes: SimProbes, nodes: Collection[NodeId] = ()) -> Counted:
+        """At `nodes`; empty: at all."""
+
         def total(counts: dict[tuple[NodeId, str], int], *kinds: str) -> int:
-            return sum(count for (_, kind), count in counts.items() if kind in kinds)
+            return sum(n for (node, kind), n in counts.items() if kind in kinds and (not nodes or node in nodes))
 
         calls = {kind for _, kind in network.received_bytes if kind.startswith("link")}
-        channels = sum(door.spent_bytes for door in probes.doors.values()) // 2  # each byte counts at both ends
+        # Each byte of a probe counts at both ends, one way or the other.
+        spent = sum(door.spent_bytes for node, door in probes.doors.items() if not nodes or node in nodes) // 2
         return cls(
             total(network.received_bytes, GOSSIP),
             total(network.received_messages, GOSSIP),
             total(network.received_bytes, PULL_VIEW, VIEW_DIGESTS),
             total(network.received_bytes, PING, PING_FOR_ME),
             total(network.received_messages, PING, PING_FOR_ME),
-            total(network.received_bytes, *calls) + channels,
+            total(network.received_bytes, *calls) + spent,
         )
+
+    def rates(self, later: Counted, seconds: float, nodes: int) -> dict[str, float]:
+        """Per node and second until `later`."""
+        return {
+            name: round((getattr(later, name) - getattr(self, name)) / seconds / nodes, 2)
+            for name in self.__dataclass_fields__
+        }
 
 
 def simulate(count: int, settle_seconds: float, seconds: float) -> dict[str, Any]:
@@ -116,10 +128,6 @@ def simulate(count: int, settle_seconds: float, seconds: float) -> dict[str, Any
             dead = await _until(room, lambda node: NodeId(dying) not in room.meshes[node].topology().by_id)
             nursery.cancel_scope.cancel()
         assert network.failures == []
-        told = {
-            name: round((getattr(after, name) - getattr(before, name)) / elapsed / count, 2)
-            for name in Counted.__dataclass_fields__
-        }
         return {
             "nodes": count,
             "known_seconds": round(known, 2),
@@ -128,11 +136,56 @@ def simulate(count: int, settle_seconds: float, seconds: float) -> dict[str, Any
             "links_median": links[len(links) // 2],
             "links_most": links[-1],
             "joining_bytes": (joined.gossip_bytes + joined.pull_bytes) // count,
-            "per_node_and_second": told,
+            "per_node_and_second": before.rates(after, elapsed, count),
         }
 
+    return _timed(run, seconds)
+
+
+def in_a_crowd(count: int, whole: int, settle_seconds: float, seconds: float) -> dict[str, Any]:
+    """`whole` agents among `count` nodes, of which the others only play their part."""
+    rng = Random(count)
+    phantom = forty_sites(rng, count)
+    network = CrowdNetwork(rng, LATENCY_SECONDS)
+    probes = SimProbes(lambda source, target, _host: phantom.link(source, target), rng)
+    names = sorted(phantom.by_id)
+    chosen = sorted(rng.sample(names, whole))
+    network.whole = set(chosen)
+
+    async def run(home: Path) -> dict[str, Any]:
+        async with trio.open_nursery() as nursery:
+            crowd = Crowd(network, phantom, [name for name in names if name not in network.whole], probes)
+            await nursery.start(crowd.run)
+            room = Room(network, nursery, home, probes)
+            for name in chosen:
+                contact = crowd.transports[rng.choice(sorted(crowd.transports))]
+                await room.start(name, seeds=contact.addresses())
+            known = await _until(room, lambda node: len(room.meshes[node].topology().nodes) == count)
+            joined = Counted.now(network, probes, chosen)
+            await trio.sleep(settle_seconds)
+            begun, before = trio.current_time(), Counted.now(network, probes, chosen)
+            await trio.sleep(seconds)
+            elapsed, after = trio.current_time() - begun, Counted.now(network, probes, chosen)
+            links = sorted(len(network.neighbours(node)) for node in chosen)
+            assert all(len(mesh.topology().nodes) == count for mesh in room.meshes.values())
+            nursery.cancel_scope.cancel()
+        assert network.failures == []
+        return {
+            "nodes": count,
+            "whole": whole,
+            "known_seconds": round(known, 2),
+            "links_median": links[len(links) // 2],
+            "links_most": links[-1],
+            "joining_bytes": (joined.gossip_bytes + joined.pull_bytes) // whole,
+            "per_node_and_second": before.rates(after, elapsed, whole),
+        }
+
+    return _timed(run, seconds)
+
+
+def _timed(run: Callable[[Path], Awaitable[dict[str, Any]]], seconds: float) -> dict[str, Any]:
     before = time.process_time()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as home:
+    with tempfile.TemporaryDirectory(dir=HOMES) as home:
         result: dict[str, Any] = trio.run(run, Path(home), clock=MockClock(autojump_threshold=0))
     return result | {"virtual_seconds": seconds, "cpu_seconds": round(time.process_time() - before, 1)}
 
@@ -163,9 +216,26 @@ def share_what_is_checked() -> None:
     neighbours._weight = functools.lru_cache(maxsize=2_000_000)(neighbours._weight)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
 
+def _print_row(told: dict[str, Any]) -> None:
+    per = told["per_node_and_second"]
+    seconds = [
+        f"{told[name]:.2f} s" if name in told else "–" for name in ("known_seconds", "changed_seconds", "dead_seconds")
+    ]
+    links = f"{told['links_median']} to {told['links_most']}"
+    print(
+        f"{told['nodes']:>6} {seconds[0]:>8} {seconds[1]:>8} {seconds[2]:>8} {links:>9} "
+        f"{per['gossip_bytes']:>9.0f} B ({per['gossip_messages']:>6.1f}) {per['pull_bytes']:>7.0f} B "
+        f"{per['ping_bytes']:>6.0f} B ({per['pings']:>5.1f}) {per['probe_bytes']:>7.0f} B {told['joining_bytes']:>8} B "
+        f"{told['cpu_seconds']:>6.0f} s",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[10, 30, 100, 300])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[10, 30, 100])
+    parser.add_argument("--crowds", type=int, nargs="*", default=[100, 300, 1000], help="nodes, few of them whole")
+    parser.add_argument("--whole", type=int, default=10, help="of a crowd: whole agents")
     parser.add_argument("--settle", type=float, default=40.0, help="virtual seconds between joining and counting")
     parser.add_argument("--seconds", type=float, default=60.0, help="virtual seconds of counting")
     options = parser.parse_args()
@@ -178,16 +248,13 @@ def main() -> None:
     )
     results: list[dict[str, Any]] = []
     for count in options.sizes:
-        told = simulate(count, options.settle, options.seconds)
-        results.append(told)
-        per = told["per_node_and_second"]
-        print(
-            f"{count:>6} {told['known_seconds']:>6.2f} s {told['changed_seconds']:>6.2f} s {told['dead_seconds']:>6.2f} s "
-            f"{told['links_median']:>3} to {told['links_most']:<2} {per['gossip_bytes']:>9.0f} B "
-            f"({per['gossip_messages']:>6.1f}) {per['pull_bytes']:>7.0f} B {per['ping_bytes']:>6.0f} B "
-            f"({per['pings']:>5.1f}) {per['probe_bytes']:>7.0f} B {told['joining_bytes']:>8} B {told['cpu_seconds']:>6.0f} s",
-            flush=True,
-        )
+        results.append(simulate(count, options.settle, options.seconds))
+        _print_row(results[-1])
+    if options.crowds:
+        print(f"\nOf so many nodes {options.whole} are whole agents and are counted; the others play their part:")
+    for count in options.crowds:
+        results.append(in_a_crowd(count, options.whole, options.settle, options.seconds))
+        _print_row(results[-1])
     print()
     print(json.dumps({"bench": "gossip", "meshes": results}))
 
