@@ -60,6 +60,15 @@ class Row:
     crashed: list[str] = field(default_factory=list[str])
     """Runs that could not be played to their end: bugs of ours or of this harness."""
 
+    def worst(self) -> str:
+        """Where the longest pause went; empty where that cannot be told."""
+        told = [outcome for outcome in self.outcomes if outcome.phases]
+        if not told:
+            return ""
+        worst = max(told, key=lambda outcome: outcome.answers[0].pause_seconds)
+        phases = ", ".join(f"{phase} {at:.2f}" for phase, at in worst.phases)
+        return f"- {self.scenario.name}, {worst.answers[0].pause_seconds:.2f} s: {phases}"
+
     def cells(self) -> str:
         first = [outcome.answers[0] for outcome in self.outcomes]
         pauses = [answer.pause_seconds for answer in first]
@@ -187,11 +196,14 @@ def real(report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machi
         f"{os.getloadavg()[0]:.1f} when it began. Clients read server-sent events over HTTP; times are those of their "
         "characters.\n"
     )
-    playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines)]
+    playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
     with agent_room(machines, store, REAL_AGENTS) as room:
         rows = play_all(playable, seeds, chaos_agents.AgentChaos(room).play, report)
         room.wait_settled()
         shares = idle_cpu(room, IDLE_SECONDS)
+    if worst := [line for row in rows if (line := row.worst())]:
+        report.say("\nThe longest pause of each, in seconds after the fault, by the agents' logs:\n")
+        report.say("\n".join(worst))
     told = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
     report.say(f"\nIdle for {IDLE_SECONDS:.0f} s afterwards, agent and runners together, of one core: {told}.")
     report.say(f"Load {os.getloadavg()[0]:.1f} when it ended.")
@@ -207,7 +219,7 @@ def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[str, type[OneMac
         ("with small disks", SmallDisks),
         ("with control lines over fault proxies", BadLines),
     ):
-        playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines)]
+        playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
         left = [scenario for scenario in left if scenario not in playable]
         yield title, machines, playable
     yield "one with clocks an hour ahead", SkewedClocks, [one for one in chosen if one.name in WITH_SKEWED_CLOCKS]
@@ -217,7 +229,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Every fault that we claim to survive, many times.")
     parser.add_argument("--sim-runs", type=int, default=30, help="runs of each scenario in simulation")
     parser.add_argument("--real-runs", type=int, default=5, help="runs of each scenario on real agents")
-    parser.add_argument("--only", default="", metavar="NAME", help="scenarios whose name contains this; no figures")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="scenarios whose name contains this, or another --only; no figures",
+    )
     parser.add_argument(
         "--machines", default="", metavar="TITLE", help="of the real ones: those whose title contains this"
     )
@@ -229,7 +246,11 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO if one else logging.ERROR, format="%(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     everything = (*scenarios(), *machine_scenarios())
-    chosen = [scenario for scenario in scenarios() if given.only in scenario.name]
+
+    def is_chosen(scenario: Scenario) -> bool:
+        return not given.only or any(part in scenario.name for part in given.only)
+
+    chosen = [scenario for scenario in scenarios() if is_chosen(scenario)]
     report, began = Report(), time.monotonic()
     now = datetime.now(UTC)
     report.say(f"# Chaos, {now:%Y-%m-%d %H:%M} UTC\n")
@@ -250,7 +271,7 @@ def main() -> int:
             unrelated(report)
     if given.real_runs:
         seeds = (given.seed,) if one else range(given.real_runs)
-        for title, machines, playable in real_sections([s for s in everything if given.only in s.name]):
+        for title, machines, playable in real_sections([s for s in everything if is_chosen(s)]):
             if playable and given.machines in title:
                 report.say(f"\n## Real agents, {title}\n")
                 rows += real(report, playable, seeds, machines)

@@ -104,10 +104,10 @@ class AgentRoom(Generic[M]):
         """Raises KeyError for one that does not live."""
         return {agent.node_id: name for name, agent in self.live().items()}[node_id]
 
-    def story(self, since: float) -> str:
-        """What all logs say from `since` on (wall clock), in one order, with seconds after it."""
+    def story(self, since: float) -> list[tuple[float, str]]:
+        """What all logs say from `since` on (wall clock), in order: seconds after it, and the line."""
         lines = [line for name, agent in self.agents.items() for line in _dated(name, agent.log())]
-        return "\n".join(f"{at - since:8.3f}  {line}" for at, line in sorted(lines) if at >= since)
+        return [(at - since, line) for at, line in sorted(lines) if at >= since]
 
     # --- what they say --------------------------------------------------------------------------
 

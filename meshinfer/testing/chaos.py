@@ -275,6 +275,8 @@ class Outcome:
     """What reading them took of the first client's pause, where that can be told."""
     settled_seconds: float = 0.0
     """From the last fault's end (and the last answer's) to rest: all promises of 4 and 5 hold."""
+    phases: tuple[tuple[str, float], ...] = ()
+    """Of the first client's longest pause: what happened, and how many seconds after the fault; where that can be told."""
 
     @property
     def replay(self) -> str:

@@ -21,9 +21,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import pairwise
 
 import httpx
@@ -57,6 +56,15 @@ DEADLINE_SECONDS = 120.0
 REST_SECONDS = 5.0
 LOOK_SECONDS = 0.1
 
+PHASES = {
+    "noticed": "goes on after",
+    "placed": "is placed on",
+    "no spare": "no spare runner is at hand",
+    "process": "is to be its runner",
+    "loaded": "its layers are loaded",
+    "linked": "its channels are open",
+}
+"""What agents say in their logs when it happens."""
 QUESTIONS = {
     "first": Question("Write a story about a laptop.", TOKENS),
     "second": Question("What is a bicycle?", TOKENS, temperature=0.8, seed=11),
@@ -66,6 +74,8 @@ LONG = Question("Say in one word what this is: " + "laptop " * (CONTEXT_TOKENS /
 """Wants memory that a runner has not taken yet."""
 
 _EVERYWHERE: frozenset[Deed] = frozenset(("kill", "stop", "kill runner", "freeze runner", "refuse memory"))
+_TAKES_AWAY: frozenset[Deed] = frozenset(("kill", "stop", "cut off"))
+"""An agent, for as long as it lasts."""
 _LINES: dict[Deed, Faults] = {
     "delay lines": Faults(delay=0.15, jitter=0.1),
     "throttle lines": Faults(rate=8_000.0),
@@ -77,8 +87,12 @@ _WITH_LINES: frozenset[Deed] = frozenset((*_LINES, "half-close lines", "reset li
 _WITH_CABLES: frozenset[Deed] = frozenset(("cut off", "split", "slow down"))
 
 
-def can_play(scenario: Scenario, machines: type[OneMachine]) -> bool:
-    """Whether its faults can be made there. A cable has two directions, and none are between two agents alone."""
+def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> bool:
+    """Whether its faults can be made there, and so many agents can bear them.
+
+    A cable has two directions, and none are between two agents alone. Two agents hold the model, so as long as a fault
+    lasts, two must be left; what is said of a mesh too small for the model is the simulation's.
+    """
     deeds = {fault.deed for fault in scenario.faults} - _EVERYWHERE
     if issubclass(machines, CabledMachines):
         deeds -= _WITH_CABLES
@@ -88,7 +102,10 @@ def can_play(scenario: Scenario, machines: type[OneMachine]) -> bool:
         deeds.discard("fill disk")
     if kills_for_memory_work():
         deeds.discard("starve runner")
-    return not deeds
+    away = sum(fault.deed in _TAKES_AWAY for fault in scenario.faults)
+    is_split = any(fault.deed == "split" for fault in scenario.faults)
+    fits = away <= agents - 2 and scenario.ends != "error" and not (is_split and agents <= scenario.stages)
+    return fits and not deeds
 
 
 class AgentChaos:
@@ -144,8 +161,9 @@ class _Run:
             while self.workers:
                 self.workers.pop().join(DEADLINE_SECONDS)
         settled, rest = self._come_to_rest(before)
-        if log.isEnabledFor(logging.INFO):
-            log.info("after the fault:\n%s\n%s", _pauses(answers[0]), room.story(self.faulted_at))
+        story = room.story(self.faulted_at)
+        phases = _phases(story, answers[0], self.faulted_at)
+        log.info("%s\n%s", phases, "\n".join(f"{at:8.3f}  {line}" for at, line in story))
         violations = [v for answer in answers for v in answer_violations(answer, self._ends(answer))] + rest
         return Outcome(
             self.scenario.name,
@@ -154,6 +172,7 @@ class _Run:
             (*violations, *sorted(witness.violations)),
             recomputed_tokens=witness.recomputed_tokens,
             settled_seconds=settled,
+            phases=phases,
         )
 
     def restore(self) -> None:
@@ -339,11 +358,19 @@ class _Run:
             time.sleep(LOOK_SECONDS)
 
 
-def _pauses(answer: Answer) -> str:
-    """The first client's longest waits, as (from, to) by the wall clock."""
-    offset = time.time() - time.monotonic()
-    waits = sorted(pairwise((answer.asked_at, *answer.times)), key=lambda wait: wait[0] - wait[1])[:3]
-    return "; ".join(f"{b - a:.2f} s until {datetime.fromtimestamp(b + offset).astimezone():%X.%f}" for a, b in waits)
+def _phases(story: Sequence[tuple[float, str]], answer: Answer, faulted_at: float) -> tuple[tuple[str, float], ...]:
+    """Where the longest wait of `answer` went, by the agents' logs; of each thing the last time that it happened."""
+    times = [answer.asked_at, *answer.times]
+    if len(times) < 2 or not faulted_at:
+        return ()
+    _, ended_at = max(pairwise(times), key=lambda wait: wait[1] - wait[0])
+    ended = ended_at + time.time() - time.monotonic() - faulted_at
+    found: list[tuple[str, float]] = []
+    for phase, words in PHASES.items():
+        moments = [at for at, line in story if words in line and at <= ended]
+        if moments:
+            found.append((phase, moments[0] if phase == "noticed" else moments[-1]))
+    return (*sorted(found, key=lambda moment: moment[1]), ("token", ended))
 
 
 def _seat_pids(agent: RunningAgent) -> list[int]:
