@@ -14,7 +14,7 @@ import trio.testing
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from meshinfer.base.errors import BadInput, MeshinferError, NoRoom, UnknownModel
+from meshinfer.base.errors import BadInput, MeshinferError, NoRoom, Refused, UnknownModel
 from meshinfer.base.ids import ModelId
 from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints
@@ -23,7 +23,7 @@ from meshinfer.serving.requests import Generated, GenerateRequest, Waiting
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
 from meshinfer.topology.placement import Seat
-from meshinfer.wire.messages import Place, Placed
+from meshinfer.wire.messages import OpenChannel, Place, Placed
 
 seeds = st.integers(0, 2**32 - 1)
 few = settings(
@@ -376,3 +376,26 @@ def test_an_answer_that_has_begun_waits_some_seconds_for_room_with_signs_of_life
         assert trio.current_time() - start < 1.0
 
     simulate(scenario, seed, count=2)
+
+
+@given(seeds)
+@few
+def test_a_channel_of_an_old_epoch_is_refused(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.ask(cluster.nodes[0], cluster.request((1,), tokens=2))
+        holder = next(node for node in cluster.nodes if cluster.fabric.runners_of(node.node_id))
+        cluster.fabric.runners_of(holder.node_id)[0].die("killed by SIGSEGV")
+        await cluster.until(lambda: [(i.state, i.epoch) for i in holder.instances()] == [("ready", 2)])
+        (instance,) = holder.instances()
+        index = instance.placement.node_ids.index(holder.node_id)
+
+        async def ask(epoch: int) -> None:
+            stranger = OpenChannel(instance.instance_id, epoch, -1, index, "origin", b"certificate")
+            await holder.serving.seats.offer_channel(cluster.nodes[0].node_id, stranger)
+
+        for epoch in (1, 3):
+            with pytest.raises(Refused, match=f"epoch {epoch}"):
+                await ask(epoch)
+        await ask(2)
+
+    simulate(scenario, seed)

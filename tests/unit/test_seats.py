@@ -116,6 +116,37 @@ def test_release_stops_the_runner_and_says_what_it_freed() -> None:
     assert book.release(ref()) == (0, [])
 
 
+def test_commands_of_an_old_epoch_do_nothing_to_the_new_one() -> None:
+    """A planner, an origin or a runner that slept, and speaks of what was."""
+    book = ledger()
+    ready(book)
+    book.lease(key(2), placement(512), 60 * MIB, now=1.0)
+    book.commit(ref(2, placement(512)), now=1.0)
+    before = book.reports()
+    with pytest.raises(Refused, match=r"nothing is leased here for instance .* epoch 1"):
+        book.commit(ref(1), now=2.0)
+    assert book.release(ref(1)) == (0, [])
+    assert book.runner_said(key(1), ChannelLost("samples", 1, "late"), 2.0) == []
+    assert book.runner_said(key(1), RunnerFailed("internal", "late"), 2.0) == []
+    assert book.fail(key(1), "its runner was stopped", 2.0) == []
+    assert book.reports() == before
+
+
+def test_a_half_made_repair_lapses_and_leaves_what_is_warm_to_the_next() -> None:
+    """Its planner died between the leases and the commits."""
+    book = ledger()
+    ready(book)
+    book.runner_said(key(1), ChannelLost("samples", 1, "node other is gone"), 1.0)
+    lapses = book.lease(key(2), placement(), 60 * MIB, now=2.0)
+    assert [(report.epoch, report.state) for report in book.reports()] == [(1, "cut"), (2, "leased")]
+    assert book.tick(2.0 + lapses) == []
+    assert [(report.epoch, report.state) for report in book.reports()] == [(1, "cut")]
+    with pytest.raises(StaleEpoch):  # nobody knows who saw it, so it is not used twice
+        book.lease(key(2), placement(512), 60 * MIB, now=13.0)
+    book.lease(key(3), placement(), 60 * MIB, now=13.0)
+    assert book.commit(ref(3), now=13.1) == [RebindRunner(key(1), key(3), placement())]
+
+
 def test_a_deletion_outranks_the_repair_that_began_before_it_and_nothing_that_begins_after() -> None:
     book = ledger()
     ready(book)

@@ -1,0 +1,36 @@
+"""The token log of a request: each token once and in order, whichever epoch sent it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshinfer.base.errors import PeerLost
+from meshinfer.base.ids import SessionId
+from meshinfer.serving.sessions import TokenLog
+from meshinfer.wire.records import Token
+
+
+def token(index: int) -> Token:
+    return Token(SessionId("s"), index, 100 + index, "")
+
+
+@given(st.lists(st.integers(0, 8), max_size=60))
+def test_whatever_comes_again_is_dropped_and_a_gap_is_noticed(indices: list[int]) -> None:
+    log = TokenLog()
+    for index in indices:
+        before = len(log.emitted)
+        if index > before:
+            with pytest.raises(PeerLost, match=f"token {before} is missing: {index} came"):
+                log.accept(token(index))
+        else:
+            assert log.accept(token(index)) == (index == before)
+        assert log.emitted == [100 + position for position in range(len(log.emitted))]
+
+
+def test_what_an_old_epoch_sends_late_changes_nothing() -> None:
+    """It was computed again and sent to the client meanwhile; the late one may even differ."""
+    log = TokenLog()
+    for index in range(3):
+        assert log.accept(token(index))
+    assert not log.accept(Token(SessionId("s"), 1, 999, ""))
+    assert log.emitted == [100, 101, 102]
