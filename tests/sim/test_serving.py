@@ -191,6 +191,34 @@ def test_a_planner_that_dies_leaves_nothing_behind(seed: int) -> None:
 
 @given(seeds)
 @few
+def test_what_is_warm_stays_though_nobody_has_noticed_yet_who_is_gone(seed: int) -> None:
+    """A card may outlive its node by seconds; a repair that is planned with it must not cost the other seats."""
+
+    async def scenario(cluster: Cluster) -> None:
+        rng = random.Random(seed)
+        planner = cluster.nodes[0].serving.planner
+        preview = await planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
+        seats = rng.choice([plan.placement for plan in preview.plans]).seats
+        placement = replace(preview.plans[0].placement, seats=seats)
+        await planner.place(Place(cluster.model.model_id, WORKLOAD, Constraints(), placement))
+        await cluster.until(lambda: all([i.state for i in node.instances()] == ["ready"] for node in cluster.nodes))
+        victim = rng.choice([node for node in cluster.nodes if node.node_id in placement.node_ids])
+        others = [node for node in cluster.nodes if node is not victim]
+        warm = {id(runner) for node in others for runner in cluster.fabric.runners_of(node.node_id) if runner.seat}
+        # Its runners' channels break at once; its agent is only silent.
+        cluster.fabric.kill(victim.node_id)
+        cluster.network.stop(victim.node_id)
+        await cluster.until(
+            lambda: all([(i.state, i.epoch > 1) for i in node.instances()] == [("ready", True)] for node in others)
+        )
+        after = {id(runner) for node in others for runner in cluster.fabric.runners_of(node.node_id) if runner.seat}
+        assert warm <= after, "the warm seat was given up"
+
+    simulate(scenario, seed, count=4)
+
+
+@given(seeds)
+@few
 def test_origins_whose_planner_has_just_died_meet_at_the_next_one(seed: int) -> None:
     """Nobody has noticed yet, so all still ask the dead one, and its memory is planned with; one instance comes of it."""
 
