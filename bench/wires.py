@@ -73,6 +73,8 @@ def machines(names: Sequence[str], cables: Mapping[Pair, Cable]) -> Generator[di
                 _run("ip", "link", "set", end, "netns", space)
                 _run("ip", "-n", space, "address", "add", f"10.78.{number}.{index + 1}/24", "dev", end)
                 _run("ip", "-n", space, "link", "set", end, "up")
+                # What laptops have, wherever this runs: servers' bbr does not begin slowly again after a pause.
+                _run("ip", "-n", space, "route", "change", f"10.78.{number}.0/24", "dev", end, "congctl", "cubic")
                 if cable.rate:
                     shape = ["root", "tbf", "rate", cable.rate, "burst", _BURST, "latency", "2s"]
                     _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", end, *shape)
