@@ -68,8 +68,9 @@ LONGEST_GAP_SECONDS = 2.5
 """More is a node that slept; a runner may be silent for ten seconds at most."""
 GAP_FADES = 0.9
 """Per heartbeat: the longest gap is half forgotten after three seconds."""
-LATE_SECONDS = 0.5
-"""By how much a look or a heartbeat may come late and still say something of the runner, not of the machine."""
+LATE_SECONDS = 0.2
+"""By how much a look or a heartbeat may come late and still say something of the runner, not of the machine. Raising it
+has runners ended for what a starved core does to them; lowering it leaves one that hangs on a busy machine alone."""
 STUCK_FLOOR_SECONDS = 0.75
 STUCK_FACTOR = 5.0
 """How much longer than usual a step may take. A token of a prompt never takes longer than a step that samples one."""
