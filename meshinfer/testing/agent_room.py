@@ -41,6 +41,9 @@ LOOK_SECONDS = 0.1
 LOG_TIME = "%Y-%m-%d %H:%M:%S,%f"
 """As an agent writes it where nobody watches."""
 
+HTTP = httpx.Client(timeout=HTTP_SECONDS, trust_env=False)
+"""One for all, which keeps its connections: an agent's files are counted, and each look would be one more for a while."""
+
 M = TypeVar("M", bound=OneMachine)
 
 
@@ -135,7 +138,7 @@ class AgentRoom(Generic[M]):
         cuts = [layers * index // len(nodes) for index in range(len(nodes) + 1)]
         seats = zip(nodes, cuts, cuts[1:], strict=False)
         placement["seats"] = [{"node_id": node, "start": start, "end": end} for node, start, end in seats]
-        answer = httpx.post(f"{through.url}/instance", json={"placement": placement}, timeout=PLACE_SECONDS)
+        answer = HTTP.post(f"{through.url}/instance", json={"placement": placement}, timeout=PLACE_SECONDS)
         if answer.status_code != 201:
             raise RoomError(answer.text)
 
@@ -149,7 +152,7 @@ class AgentRoom(Generic[M]):
         through = next(iter(self.live().values()))
 
         for instance in instances(through):
-            httpx.delete(f"{through.url}/instance/{instance['instance_id']}", timeout=HTTP_SECONDS)
+            HTTP.delete(f"{through.url}/instance/{instance['instance_id']}")
 
         def is_free() -> bool:
             return all(not instances(agent) for agent in self.live().values())
@@ -181,7 +184,7 @@ def _dated(name: str, text: str) -> Generator[tuple[float, str]]:
 
 
 def get(agent: RunningAgent, path: str, **query: Any) -> Any:
-    answer = httpx.get(agent.url + path, params=query, timeout=HTTP_SECONDS, trust_env=False)
+    answer = HTTP.get(agent.url + path, params=query)
     answer.raise_for_status()
     return answer.json()
 

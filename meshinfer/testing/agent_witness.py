@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from meshinfer.testing.agent_process import RunningAgent
-from meshinfer.testing.agent_room import MEMORY_BYTES, AgentRoom, get
+from meshinfer.testing.agent_room import HTTP, MEMORY_BYTES, AgentRoom, get
 from meshinfer.testing.chaos import Reading
 from meshinfer.testing.machines import OneMachine
 
@@ -148,5 +148,5 @@ def _cpu_seconds(agent: RunningAgent) -> float:
 
 
 def _gauge(agent: RunningAgent, name: str) -> int:
-    text = httpx.get(f"{agent.url}/metrics", timeout=30, trust_env=False).text
+    text = HTTP.get(f"{agent.url}/metrics").text
     return int(float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1]))
