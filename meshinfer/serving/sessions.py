@@ -239,7 +239,10 @@ class Sessions:
         )
         ended = False
         try:
-            reason = await self._relay(await link.open(session), link, token_log, events)
+            records = await link.open(session)
+            if resumed:
+                log.info("request %s is open again, in epoch %d", request.session_id, instance.epoch)
+            reason = await self._relay(records, link, token_log, events)
             ended = True
         finally:
             await link.end(request.session_id, cancel=not ended)

@@ -63,6 +63,7 @@ PHASES = {
     "process": "is to be its runner",
     "loaded": "its layers are loaded",
     "linked": "its channels are open",
+    "opened": "is open again, in epoch",
 }
 """What agents say in their logs when it happens."""
 QUESTIONS = {
@@ -171,6 +172,8 @@ class _Run:
             tuple(answers),
             (*violations, *sorted(witness.violations)),
             recomputed_tokens=witness.recomputed_tokens,
+            # Of the last client whose session came back before that token: they share the stages.
+            recompute_seconds=dict(phases)["token"] - dict(phases).get("opened", math.nan) if phases else math.nan,
             settled_seconds=settled,
             phases=phases,
         )
