@@ -163,7 +163,7 @@ class _Run:
                 self.workers.pop().join(DEADLINE_SECONDS)
         settled, rest = self._come_to_rest(before)
         story = room.story(self.faulted_at)
-        phases = _phases(story, answers[0], self.faulted_at)
+        phases = phases_of(story, answers[0], self.faulted_at)
         log.info("%s\n%s", phases, "\n".join(f"{at:8.3f}  {line}" for at, line in story))
         violations = [v for answer in answers for v in answer_violations(answer, self._ends(answer))] + rest
         return Outcome(
@@ -361,7 +361,7 @@ class _Run:
             time.sleep(LOOK_SECONDS)
 
 
-def _phases(story: Sequence[tuple[float, str]], answer: Answer, faulted_at: float) -> tuple[tuple[str, float], ...]:
+def phases_of(story: Sequence[tuple[float, str]], answer: Answer, faulted_at: float) -> tuple[tuple[str, float], ...]:
     """Where the longest wait of `answer` went, by the agents' logs; of each thing the last time that it happened."""
     times = [answer.asked_at, *answer.times]
     if len(times) < 2 or not faulted_at:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +18,8 @@ import pytest
 from meshinfer.testing.agent_room import AgentRoom
 from meshinfer.testing.agent_witness import NEWS_LOOKS, Witness
 from meshinfer.testing.bad_lines import FIRST_PORT, BadLines
-from meshinfer.testing.chaos import machine_scenarios, scenarios
-from meshinfer.testing.chaos_agents import can_play
+from meshinfer.testing.chaos import Answer, machine_scenarios, scenarios
+from meshinfer.testing.chaos_agents import can_play, phases_of
 from meshinfer.testing.machine_faults import kill_for_memory, kills_for_memory_work, refuse_memory
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 
@@ -52,6 +53,24 @@ def test_recomputed_tokens_are_those_since_the_first_look_also_of_runners_that_d
     witness.look("a", state(held=1, ran=1, steps=0, recomputed=130))
     witness.look("a", state(held=2, ran=2, steps=0, recomputed=5, pid=8))
     assert witness.recomputed_tokens == 35
+
+
+def test_the_longest_pause_is_told_by_what_the_agents_said_until_its_end() -> None:
+    now, wall = time.monotonic(), time.time()
+    answer = Answer("first", "", 10.0, now - 9.0, times=[now - 8.5, now - 8.0, now - 3.0, now - 2.5])
+    faulted_at = wall - 8.0
+    story = [
+        (0.1, "n0: request 1 goes on after 2 tokens"),
+        (0.3, "n1: request 2 goes on after 5 tokens"),
+        (0.4, "n1: instance i epoch 2 is placed on n0, n1"),
+        (4.0, "n1: seat 1: its layers are loaded, in 0.2 s"),
+        (7.0, "n2: seat 0: its layers are loaded, in 0.2 s"),
+    ]
+    phases = phases_of(story, answer, faulted_at)
+    assert phases[:-1] == (("noticed", 0.1), ("placed", 0.4), ("loaded", 4.0))
+    name, at = phases[-1]
+    assert (name, round(at, 1)) == ("token", 5.0)
+    assert phases_of(story, answer, 0.0) == (), "no fault, no phases"
 
 
 @pytest.fixture
