@@ -64,7 +64,7 @@ def grow(row: Row, holder: Holder, cap: int = NEVER) -> Row:
             head += 1
         if head < len(starts):
             following[end] = values[head] + run[end] + once
-        elif end > furthest:
+        elif pushed > furthest:
             break  # Nothing is left that could reach further.
     return following
 

@@ -254,6 +254,16 @@ def test_only_nodes_with_the_same_files_take_part_unless_they_may_fetch():
     assert set(chosen.placement.node_ids) == {"ada", "dot"}
 
 
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), workloads)
+def test_layers_that_the_operator_sets_are_found_wherever_they_fit(layers, workload):
+    workload = replace(workload, context_tokens=256, concurrency=1)
+    card = model_card([MIB] * sum(layers))
+    cards = [node_card(name, 2 * GIB) for name in ("ada", "bea", "cam", "dot")[: len(layers)]]
+    wanted = {node.node_id: count for node, count in zip(cards, layers, strict=True)}
+    preview = plan(mesh(*cards), card, workload, Constraints(layers=tuple(wanted.items())))
+    assert {seat.node_id: seat.end - seat.start for seat in preview.plans[0].placement.seats} == wanted
+
+
 def test_constraints_choose_and_exclude():
     card = model_card([MIB] * 4)
     topology = mesh(node_card("ada", 2 * GIB), node_card("bea", GIB), node_card("cam", GIB // 2))
