@@ -199,6 +199,9 @@ def real(report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machi
     playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
     with agent_room(machines, store, REAL_AGENTS) as room:
         rows = play_all(playable, seeds, chaos_agents.AgentChaos(room).play, report)
+        room.keeps_logs = any(row.crashed or any(one.violations for one in row.outcomes) for row in rows)
+        if room.keeps_logs:
+            print(f"  logs: {room.machines.directory}", file=sys.stderr, flush=True)
         shares, seconds = idle_share(room)
     if worst := [line for row in rows if (line := row.worst())]:
         report.say("\nThe longest pause of each, in seconds after the fault, by the agents' logs:\n")

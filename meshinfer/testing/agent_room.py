@@ -59,6 +59,10 @@ class AgentRoom(Generic[M]):
         self.agents: dict[str, RunningAgent] = {}
         """In the order in which they first started; some may be dead."""
         self.stopped: set[str] = set()
+        self.killed: set[str] = set()
+        """And not started again."""
+        self.keeps_logs = False
+        """What is in its directory stays, for whoever looks into what happened."""
         self._environment = {**os.environ, JOIN_CODE_VARIABLE: new_join_code().reveal()}
 
     def start(self, name: str) -> RunningAgent:
@@ -74,6 +78,7 @@ class AgentRoom(Generic[M]):
             environment=self._environment,
             log_file=self.machines.directory / f"{name}.log",
         )
+        self.killed.discard(name)
         return self.agents[name]
 
     def end(self) -> None:
@@ -86,7 +91,12 @@ class AgentRoom(Generic[M]):
             ended.result()
 
     def kill(self, name: str) -> None:
+        self.killed.add(name)
         self.agents[name].kill()
+
+    def ended_by_themselves(self) -> list[str]:
+        """Agents that are gone though nobody killed them."""
+        return [name for name, agent in self.agents.items() if not agent.is_alive and name not in self.killed]
 
     def stop(self, name: str) -> None:
         self.stopped.add(name)
@@ -173,7 +183,8 @@ def agent_room(make_machines: Callable[[Path], M], model_store: Path, count: int
             yield room
         finally:
             room.end()
-    shutil.rmtree(directory, ignore_errors=True)
+    if not room.keeps_logs:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _dated(name: str, text: str) -> Generator[tuple[float, str]]:

@@ -135,7 +135,6 @@ class _Run:
     """The first time, by the wall clock."""
     faulted: threading.Event = field(default_factory=threading.Event)
     workers: list[threading.Thread] = field(default_factory=list[threading.Thread])
-    killed: set[str] = field(default_factory=set[str])
     to_undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     """What the machines have been made to suffer and still do."""
 
@@ -166,6 +165,9 @@ class _Run:
         phases = phases_of(story, answers[0], self.faulted_at)
         log.info("%s\n%s", phases, "\n".join(f"{at:8.3f}  {line}" for at, line in story))
         violations = [v for answer in answers for v in answer_violations(answer, self._ends(answer))] + rest
+        violations += [
+            f"agent {name} ended by itself ({room.agents[name].process.poll()})" for name in room.ended_by_themselves()
+        ]
         return Outcome(
             self.scenario.name,
             self.seed,
@@ -183,9 +185,8 @@ class _Run:
             self.room.wake(name)
         while self.to_undo:
             self.to_undo.pop()()
-        for name in sorted(self.killed):
+        for name in sorted(self.room.killed):
             self.room.start(name)
-        self.killed.clear()
         self.room.wait_settled()
 
     def _learn_what_to_expect(self) -> None:
@@ -250,7 +251,7 @@ class _Run:
             time.sleep(random.Random(f"{self.seed} {answer.client}").uniform(0, 0.5))  # noqa: S311 - it replays
         on_chunk = self._reached if answer.client == "first" else _nothing
         ask(self.room.agents[origin].url, QUESTIONS[answer.client].body(MODEL), answer, on_chunk)
-        answer.origin_was_lost = origin in self.killed
+        answer.origin_was_lost = origin in self.room.killed
 
     def _reached(self, chunks: int) -> None:
         for fault in self.scenario.faults:
@@ -290,7 +291,6 @@ class _Run:
         room, machines, agent = self.room, self.room.machines, self.room.agents[name]
         match deed, machines:
             case "kill", _:
-                self.killed.add(name)
                 room.kill(name)
                 return lambda: self._restart(name)
             case "stop", _:
@@ -336,7 +336,6 @@ class _Run:
 
     def _restart(self, name: str) -> None:
         self.room.start(name)
-        self.killed.discard(name)
 
     def _later(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, daemon=True)
