@@ -363,9 +363,11 @@ class SeatService:
     def _may_keep_spare(self) -> bool:
         """There is memory for a runner beyond what is promised, and nothing loads that it would slow down."""
         card = self._ports.own_card()
-        free = card.memory_usable_bytes - self._ledger.promised_bytes
-        settled = all(report.state in {"ready", "cut"} for report in self._ledger.reports())
-        return self._ports.settings.spare_runner and settled and free >= card.runner_overhead_bytes
+        states = {report.state for report in self._ledger.reports()}
+        # A leased seat is about to take it: to end it now would cost that seat the two seconds that it is here to save.
+        has_room = card.memory_usable_bytes - self._ledger.promised_bytes >= card.runner_overhead_bytes
+        is_wanted = "leased" in states or (has_room and states <= {"ready", "cut"})
+        return self._ports.settings.spare_runner and is_wanted
 
     async def _heard(self, held: _Held, message: RunnerMessage) -> None:
         if isinstance(message, Heartbeat):

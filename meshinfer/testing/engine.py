@@ -149,15 +149,16 @@ class FakeFabric:
 
     def runners_of(self, node_id: NodeId) -> list[FakeRunner]:
         """Live runners of a node that have been told what seat to be: no spares."""
-        return [runner for runner in self._processes_of(node_id) if runner.is_seated]
+        return [runner for runner in self.processes_of(node_id) if runner.is_seated]
 
-    def _processes_of(self, node_id: NodeId) -> list[FakeRunner]:
+    def processes_of(self, node_id: NodeId) -> list[FakeRunner]:
+        """Live runners of a node, spares too."""
         return [runner for runner in self._listeners.values() if runner.node_id == node_id and not runner.dead]
 
     def kill(self, node_id: NodeId) -> None:
         """All runners of a node die at once."""
         self.resume(node_id)
-        for runner in self._processes_of(node_id):
+        for runner in self.processes_of(node_id):
             runner.die("killed")
         for runner in self.runners:
             for channel in [channel for channel in runner.channels if channel.origin == node_id]:

@@ -15,15 +15,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from meshinfer.base.errors import BadInput, MeshinferError, NoRoom, Refused, UnknownModel
-from meshinfer.base.ids import ModelId
+from meshinfer.base.ids import ModelId, instance_id_for
 from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Generated, GenerateRequest, Waiting
+from meshinfer.serving.spares import LOOK_SECONDS
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
 from meshinfer.topology.placement import Seat
-from meshinfer.wire.messages import OpenChannel, Place, Placed
+from meshinfer.wire.messages import Lease, OpenChannel, Place, Placed, SeatRef
 
 seeds = st.integers(0, 2**32 - 1)
 few = settings(
@@ -187,6 +188,26 @@ def test_a_planner_that_dies_leaves_nothing_behind(seed: int) -> None:
             assert all(instance.state == "ready" for instance in node.instances())
 
     simulate(scenario, seed, count=4)
+
+
+@given(seeds)
+@few
+def test_a_spare_process_waits_for_the_seat_that_is_leased(seed: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        preview = await node.serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
+        plan = next(plan for plan in preview.plans if node.node_id in plan.placement.node_ids)
+        index = plan.placement.node_ids.index(node.node_id)
+        await cluster.until(lambda: len(cluster.fabric.processes_of(node.node_id)) == 1)
+        (spare,) = cluster.fabric.processes_of(node.node_id)
+        instance_id = instance_id_for(cluster.model.model_id, 0)
+        asked = Lease(instance_id, 1, plan.placement, index, plan.memory[index].need_bytes)
+        assert (await node.serving.seats.lease(asked)).granted
+        await trio.sleep(LOOK_SECONDS * 3)  # a planner may be slow with its commit
+        await node.serving.seats.commit(SeatRef(instance_id, 1, plan.placement.placement_id))
+        await cluster.until(lambda: spare.seat is not None)
+
+    simulate(scenario, seed)
 
 
 @given(seeds)
