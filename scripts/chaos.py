@@ -218,7 +218,7 @@ def idle_share(room: AgentRoom[OneMachine]) -> tuple[dict[str, float], float]:
     began = time.monotonic()
     while True:
         shares = idle_cpu(room, IDLE_SECONDS)
-        if max(shares.values()) < IDLE_SHARE or time.monotonic() - began > IDLE_WAIT_SECONDS:
+        if max(shares.values(), default=0.0) < IDLE_SHARE or time.monotonic() - began > IDLE_WAIT_SECONDS:
             return shares, time.monotonic() - began
 
 

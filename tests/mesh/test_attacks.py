@@ -8,10 +8,12 @@ without our protection, where four of them, marked so, ended the node by a singl
 from __future__ import annotations
 
 import random
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import trio
@@ -415,3 +417,26 @@ async def test_noise_garbage_on_an_open_connection(scene: Scene):
     await link.tcp.write(struct.pack(">H", 100) + bytes(100))
     await scene.still_serves()
     await until(lambda: scene.attacker.node_id not in scene.victim.peers())
+
+
+async def test_who_hangs_up_as_soon_as_it_has_answered_is_nobody(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset may come in before the dialler has looked at its new connection: that ended the whole agent once."""
+    connect = trio.open_tcp_stream
+
+    async def connect_and_look_late(host: str, port: int) -> trio.SocketStream:
+        stream = await connect(host, port)
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.receive_some()
+        return stream
+
+    async def hang_up(stream: trio.SocketStream) -> None:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await stream.aclose()
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, hang_up, 0, host="127.0.0.1"))
+        port = listeners[0].socket.getsockname()[1]
+        monkeypatch.setattr(trio, "open_tcp_stream", connect_and_look_late)
+        with pytest.raises(PeerLost, match="nobody answers"):
+            await scene.friend.dial(f"127.0.0.1:{port}", None, PATIENCE_SECONDS)
+        nursery.cancel_scope.cancel()

@@ -240,12 +240,16 @@ class Connections:
         """
         try:
             stream = await trio.open_tcp_stream(host, port)
+            try:
+                tcp = CountedTcp(stream)
+            except OSError:  # it hung up as soon as it had answered
+                await trio.aclose_forcefully(stream)
+                raise
         except OSError as error:
             raise PeerLost(
                 f"nobody answers at {host}:{port}: {error}",
                 do="check that an agent runs there and no firewall is between",
             ) from error
-        tcp = CountedTcp(stream)
         try:
             muxed_conn = await self._upgrade(tcp, is_initiator=True, expected=expected)
         except BaseException as error:
