@@ -72,7 +72,7 @@ class Row:
     def cells(self) -> str:
         first = [outcome.answers[0] for outcome in self.outcomes]
         pauses = [answer.pause_seconds for answer in first]
-        recompute = [outcome.recompute_seconds for outcome in self.outcomes]
+        recompute = [one.recompute_seconds for one in self.outcomes if not math.isnan(one.recompute_seconds)]
         everyone = [answer for o in self.outcomes for answer in o.answers if not answer.origin_was_lost]
         good = sum(answer.succeeded for answer in everyone)
         kept = sum(not outcome.violations for outcome in self.outcomes)
@@ -180,7 +180,9 @@ def unrelated(report: Report) -> None:
     )
 
 
-def real(report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machines: type[OneMachine]) -> list[Row]:
+def real(
+    report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machines: type[OneMachine], *, logs: bool
+) -> list[Row]:
     """All of `chosen` that can be played on such machines."""
     if why := machines.why_not():
         report.say(f"Skipped: {why}.")
@@ -199,7 +201,7 @@ def real(report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machi
     playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
     with agent_room(machines, store, REAL_AGENTS) as room:
         rows = play_all(playable, seeds, chaos_agents.AgentChaos(room).play, report)
-        room.keeps_logs = any(row.crashed or any(one.violations for one in row.outcomes) for row in rows)
+        room.keeps_logs = logs or any(row.crashed or any(one.violations for one in row.outcomes) for row in rows)
         if room.keeps_logs:
             print(f"  logs: {room.machines.directory}", file=sys.stderr, flush=True)
         shares, seconds = idle_share(room)
@@ -251,6 +253,9 @@ def main() -> int:
         "--machines", default="", metavar="TITLE", help="of the real ones: those whose title contains this"
     )
     parser.add_argument("--seed", type=int, help="this one only, with the log")
+    parser.add_argument(
+        "--logs", action="store_true", help="keep those of all real agents, not only of broken promises"
+    )
     parser.add_argument("--no-figures", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("docs/log"), help="where the table goes")
     given = parser.parse_args()
@@ -286,7 +291,7 @@ def main() -> int:
         for title, machines, playable in real_sections([s for s in everything if is_chosen(s)]):
             if playable and given.machines in title:
                 report.say(f"\n## Real agents, {title}\n")
-                rows += real(report, playable, seeds, machines)
+                rows += real(report, playable, seeds, machines, logs=given.logs)
     runs = sum(len(row.outcomes) + len(row.crashed) for row in rows)
     broken = sum(bool(outcome.violations) for row in rows for outcome in row.outcomes) + sum(
         len(r.crashed) for r in rows

@@ -58,6 +58,7 @@ class Spares:
         spare = self._spare
         if spare is not None and not (spare.is_alive and self._may_keep()):
             self._spare = None
+            log.debug("the spare runner ends: %s", "its memory is promised" if spare.is_alive else "it has died")
             await spare.stop()
         elif spare is None and self._may_keep():
             try:
