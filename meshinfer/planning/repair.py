@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import islice, pairwise, product
+from itertools import islice, product
 
 from meshinfer.base.ids import NodeId
+from meshinfer.planning.hops import cycle_hops
 from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Plan
@@ -39,12 +40,14 @@ def repairs(
     """Placements like `old` with the `lost` seats (indices) on other live nodes, best first.
 
     `topology` counts the memory of the warm seats as free, since the next epoch takes it over.
-    Empty if nothing is warm, no live node can fill a hole, or two neighbours of `old` do not see each other.
+    Empty if nothing is warm, no live node can fill a hole, or nothing is lost but two nodes that have a channel do not
+    see each other. The last stage and the head have one, too: over it each token comes back.
     """
     holes = sorted(lost)
     if len(holes) == len(old.seats):
         return ()
-    if not holes and not all(_see_each_other(topology, pair) for pair in pairwise(old.node_ids)):
+    channels = cycle_hops([seat.node_id for seat in old.seats])
+    if not holes and not all(_see_each_other(topology, channel) for channel in channels):
         return ()
     warm = {seat.node_id for index, seat in enumerate(old.seats) if index not in lost}
     # A node that has a seat already goes last: a second runner costs its overhead twice.

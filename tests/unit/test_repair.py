@@ -1,0 +1,56 @@
+"""The next epoch of an instance: the same again where nothing is lost, unless two nodes cannot talk any more."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from meshinfer.base.ids import NodeId
+from meshinfer.base.units import MIB
+from meshinfer.planning.repair import repairs
+from meshinfer.testing.cards import MODEL_DIGEST, MODEL_ID, model_card, node_card
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.link import Link
+from meshinfer.topology.placement import Placement, Seat
+
+CARD = model_card((8 * MIB,) * 12)
+
+
+def mesh(*names: str, cut: frozenset[str] = frozenset()) -> Topology:
+    """All linked, but for the pair `cut`."""
+    links = [
+        Link(NodeId(one), NodeId(other), 0.001)
+        for one, other in permutations(names, 2)
+        if frozenset((one, other)) != cut
+    ]
+    return Topology.of([node_card(name, 200 * MIB) for name in names], links)
+
+
+def in_turn(*names: str) -> Placement:
+    """As many layers to each."""
+    share = 12 // len(names)
+    seats = tuple(Seat(NodeId(name), share * index, share * (index + 1)) for index, name in enumerate(names))
+    return Placement(MODEL_ID, MODEL_DIGEST, 12, "pipeline", "libp2p", 256, 1, seats)
+
+
+@pytest.mark.parametrize("names", ["abc", "aba", "aab"])
+def test_where_nothing_is_lost_the_next_epoch_is_the_same(names: str) -> None:
+    old = in_turn(*names)
+    assert [plan.placement for plan in repairs(old, [], mesh(*sorted({*names})), CARD)] == [old]
+
+
+@pytest.mark.parametrize("cut", ["ab", "bc", "ac"])
+def test_it_is_not_where_two_that_have_a_channel_do_not_see_each_other(cut: str) -> None:
+    """`ac`: the way back, from the last stage to the head."""
+    assert repairs(in_turn(*"abc"), [], mesh(*"abc", cut=frozenset(cut)), CARD) == ()
+
+
+def test_whom_no_channel_joins_need_not_see_each_other() -> None:
+    old = in_turn(*"abac")
+    assert [plan.placement for plan in repairs(old, [], mesh(*"abc", cut=frozenset("bc")), CARD)] == [old]
+
+
+def test_a_hole_is_filled_and_the_warm_stay_where_they_are() -> None:
+    first, *_ = repairs(in_turn(*"abc"), [1], mesh(*"acd"), CARD)
+    assert first.placement.node_ids == tuple("adc")
