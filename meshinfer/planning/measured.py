@@ -16,7 +16,7 @@ from meshinfer.planning.model_card import ModelCard
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology, quantise
 from meshinfer.topology.link import Link
-from meshinfer.topology.speed import LinkSpeed, NodeSpeed, engine_kind
+from meshinfer.topology.speed import LEAST_RATE, LinkSpeed, NodeSpeed, engine_kind
 
 UNMEASURED_NODE = NodeSpeed(
     stream_bytes_per_second=2e9,
@@ -82,10 +82,15 @@ def _rounded(speed: NodeSpeed, slowdown: float) -> NodeSpeed:
         quantise(speed.step_overhead_seconds) * slowdown,
         quantise(speed.sampling_seconds) * slowdown,
         quantise(speed.layer_overhead_seconds) * slowdown,
-        quantise(speed.cache_bytes_per_second) / slowdown,
-        quantise(speed.row_bytes_per_second) / slowdown,
-        quantise(speed.pass_bytes_per_second) / slowdown,
+        _quantised_if_any(speed.cache_bytes_per_second) / slowdown,
+        _quantised_if_any(speed.row_bytes_per_second) / slowdown,
+        _quantised_if_any(speed.pass_bytes_per_second) / slowdown,
     )
+
+
+def _quantised_if_any(rate: float) -> float:
+    """Of a rate that may be 0 for none. What no other rate may be is none, too: dividing by it overflows."""
+    return quantise(rate) if rate >= LEAST_RATE else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,16 +23,23 @@ class CpuSeconds:
 
     all: float
     own: float
-    """By this process and what it started, what has ended included."""
+    """By this process and what it started."""
     possible: float
     """With nothing idle."""
+    children: frozenset[int] = frozenset()
+    """Processes that `own` counts besides this one."""
 
 
-def others_share(before: CpuSeconds, now: CpuSeconds) -> float:
-    """Of all cores between two looks, 0 to 1."""
+def others_share(before: CpuSeconds, now: CpuSeconds) -> float | None:
+    """Of all cores between two looks, 0 to 1; None if that cannot be told.
+
+    When a runner has ended, macOS counts its time nowhere: it would seem to be others'.
+    """
     possible = now.possible - before.possible
+    if possible <= 0 or not before.children <= now.children:
+        return None
     others = (now.all - before.all) - (now.own - before.own)
-    return max(0.0, min(1.0, others / possible)) if possible > 0 else 0.0
+    return max(0.0, min(1.0, others / possible))
 
 
 def read_cpu_seconds() -> CpuSeconds:
@@ -41,18 +48,17 @@ def read_cpu_seconds() -> CpuSeconds:
     # A guest's time is counted in its host's already; what a hypervisor took is nobody's here, and gone all the same.
     counted = {name: seconds for name, seconds in machine.items() if not name.startswith("guest")}
     possible = sum(counted.values())
-    return CpuSeconds(possible - counted.get("idle", 0.0) - counted.get("iowait", 0.0), _own_seconds(), possible)
-
-
-def _own_seconds() -> float:
+    busy = possible - counted.get("idle", 0.0) - counted.get("iowait", 0.0)
     this = psutil.Process(os.getpid())
-    total = sum(this.cpu_times()[:4])  # with those of children that have ended
+    own = sum(this.cpu_times()[:4])  # with those of children that have ended, where the system counts them
+    children: set[int] = set()
     for child in this.children(recursive=True):
         try:
-            total += sum(child.cpu_times()[:4])
+            own += sum(child.cpu_times()[:4])
         except psutil.Error:  # it ends just now
             continue
-    return total
+        children.add(child.pid)
+    return CpuSeconds(busy, own, possible, frozenset(children))
 
 
 class OthersLoad:
@@ -65,6 +71,8 @@ class OthersLoad:
     def look(self) -> float:
         """The share as of now."""
         now = read_cpu_seconds()
-        self.share += SMOOTHING * (others_share(self._before, now) - self.share)
+        share = others_share(self._before, now)
+        if share is not None:
+            self.share += SMOOTHING * (share - self.share)
         self._before = now
         return round(self.share, 2)

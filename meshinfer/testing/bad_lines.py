@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -46,18 +46,20 @@ class BadLines(OneMachine):
         """(who dials, who is dialled) → the proxy between them, and its port."""
 
     def __enter__(self) -> Self:
-        here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        self._stack.callback(os.close, here)
-        _check(_libc().unshare(_NEW_NETWORK))
-        self._stack.callback(lambda: _check(_libc().setns(here, _NEW_NETWORK)))
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True, capture_output=True)
-        ready = threading.Event()
-        thread = threading.Thread(target=trio.run, args=(self._serve, ready), daemon=True)
-        thread.start()
-        self._stack.callback(thread.join, PROXY_SECONDS)
-        self._stack.callback(lambda: self._call(self._scope.cancel))
-        if not ready.wait(PROXY_SECONDS):
-            raise OSError("the fault proxies did not start")
+        with ExitStack() as made:  # undone if the next step fails
+            here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+            made.callback(os.close, here)
+            _check(_libc().unshare(_NEW_NETWORK))
+            made.callback(lambda: _check(_libc().setns(here, _NEW_NETWORK)))
+            subprocess.run(["ip", "link", "set", "lo", "up"], check=True, capture_output=True)
+            ready = threading.Event()
+            thread = threading.Thread(target=trio.run, args=(self._serve, ready), daemon=True)
+            thread.start()
+            if not ready.wait(PROXY_SECONDS):
+                raise OSError("the fault proxies did not start")
+            made.callback(thread.join, PROXY_SECONDS)
+            made.callback(lambda: self._call(self._scope.cancel))
+            self._stack = made.pop_all()
         return self
 
     @staticmethod

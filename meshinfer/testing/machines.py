@@ -78,10 +78,12 @@ class CabledMachines(OneMachine):
 
     def __enter__(self) -> Self:
         bridge = f"mi-{self._tag}"
-        _run("ip", "link", "add", "name", bridge, "type", "bridge")
-        self._stack.callback(_run, "ip", "link", "delete", bridge)
-        _run("ip", "address", "add", "10.78.0.254/24", "dev", bridge)
-        _run("ip", "link", "set", bridge, "up")
+        with ExitStack() as made:  # undone if the next step fails
+            _run("ip", "link", "add", "name", bridge, "type", "bridge")
+            made.callback(_run, "ip", "link", "delete", bridge)
+            _run("ip", "address", "add", "10.78.0.254/24", "dev", bridge)
+            _run("ip", "link", "set", bridge, "up")
+            self._stack = made.pop_all()
         return self
 
     @staticmethod

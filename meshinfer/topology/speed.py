@@ -22,7 +22,8 @@ def engine_kind(kind: str, computes_float32: bool) -> str:
     return "float32" if computes_float32 and kind in FLOAT_KINDS else kind
 
 
-Rate = Annotated[float, between(1e-3, 1e18)]
+LEAST_RATE = 1e-3
+Rate = Annotated[float, between(LEAST_RATE, 1e18)]
 Seconds = Annotated[float, between(0, 3600)]
 
 

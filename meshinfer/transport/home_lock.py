@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import filelock
@@ -110,7 +110,8 @@ def _note(path: Path, text: str) -> None:
     try:
         path.write_text(f"{text}\n")
     except OSError as error:
-        path.unlink(missing_ok=True)  # half a note misleads
+        with suppress(OSError):  # a file system that is read-only by now
+            path.unlink(missing_ok=True)  # half a note misleads
         log.warning("cannot write %s (%s); commands about this home will not find its agent", path, error)
 
 

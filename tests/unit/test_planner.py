@@ -18,8 +18,10 @@ from meshinfer.planning.planner import plan, validate_placement
 from meshinfer.planning.problem import Problem
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.testing.cards import MODEL_DIGEST, MODEL_ID, model_card, node_card
+from meshinfer.topology.card import KindSpeed, NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.link import Link
+from meshinfer.topology.speed import NodeSpeed
 from meshinfer.wire.codec import decode, encode
 
 ANYTHING = Constraints()
@@ -262,6 +264,15 @@ def test_layers_that_the_operator_sets_are_found_wherever_they_fit(layers, workl
     wanted = {node.node_id: count for node, count in zip(cards, layers, strict=True)}
     preview = plan(mesh(*cards), card, workload, Constraints(layers=tuple(wanted.items())))
     assert {seat.node_id: seat.end - seat.start for seat in preview.plans[0].placement.seats} == wanted
+
+
+@pytest.mark.parametrize("rate", ["cache_bytes_per_second", "row_bytes_per_second", "pass_bytes_per_second"])
+@pytest.mark.parametrize("workload", [SMALL, Workload(256, 4, objective="throughput")])
+def test_a_node_that_says_nonsense_about_its_speed_spoils_no_plan(rate, workload):
+    kind = KindSpeed("q4g64", replace(NodeSpeed(1e9, 1e11, 0.0), **{rate: 1e-320}))
+    odd = decode(NodeCard, encode(node_card("odd", 200 * MIB, speeds=(kind,))))
+    card = model_card([8 * MIB] * 6, weight_kind="q4g64")
+    assert plan(mesh(node_card("ada", 200 * MIB), odd), card, workload, ANYTHING).plans
 
 
 def test_constraints_choose_and_exclude():

@@ -1,4 +1,7 @@
-"""Nothing that another node may send is unbounded: no text, list or number of any field of any message."""
+"""Nothing that another node may send is unbounded: no text, list or float of any field of any message.
+
+Integers have a lower bound; the format itself gives them 64 bits.
+"""
 
 from __future__ import annotations
 
