@@ -58,9 +58,10 @@ LOOK_AROUND_SECONDS = 2.0
 """How often this node looks at its own store and load. Models pulled by the command line show after this."""
 LOAD_STEP = 0.1
 """Of all cores: a change that a planner could care about."""
-GOODBYE_SECONDS = 45.0
-"""For this node's own answers to end, its seats to be loaded elsewhere, and the goodbye to be said. A second Ctrl-C
-does not wait for it."""
+LEAVE_SECONDS = 45.0
+"""For this node's own answers to end and its seats to be loaded elsewhere. A second Ctrl-C does not wait for it."""
+GOODBYE_SECONDS = 3.0
+"""To say it: one message to each neighbour, none of them waited for. Three seconds are a machine that swaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,13 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
             try:
                 await trio.sleep_forever()
             finally:
-                with trio.move_on_after(GOODBYE_SECONDS, shield=True):
-                    await serving.leave(f"node {name} left")
-                    await mesh.leave()
+                with trio.CancelScope(shield=True):
+                    try:
+                        with trio.move_on_after(LEAVE_SECONDS):
+                            await serving.leave(f"node {name} left")
+                    finally:  # without it the others wait for this node until they take it for dead
+                        with trio.move_on_after(GOODBYE_SECONDS):
+                            await mesh.leave()
 
 
 def _make_serving(

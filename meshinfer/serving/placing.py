@@ -25,7 +25,6 @@ from meshinfer.base.errors import (
     ERRORS_BY_CODE,
     DeadlineExceeded,
     MeshinferError,
-    NoRoom,
     PeerLost,
     Refused,
     UnknownInstance,
@@ -88,11 +87,14 @@ class Placer:
             log.warning("instance %s (%s) is not repaired: %s", instance.instance_id, model_id, error)
 
     async def hand_over(self, instance: Instance) -> bool:
-        """This node is about to leave: give its seats of `instance` to others. False if nobody can take them."""
+        """This node is about to leave: give its seats of `instance` to others. False if that cannot be, or is not wanted.
+
+        Raises nothing of the mesh's: whatever is wrong with one instance, the node leaves, and its others wait.
+        """
         try:
             placed = await self._planner.give_away(instance, leaving=self._ports.node_id)
-        except NoRoom as error:
-            log.warning("nobody can take over instance %s: %s", instance.instance_id, error)
+        except MeshinferError as error:  # no room, no model card, deleted meanwhile
+            log.warning("instance %s is not handed over: %s", instance.instance_id, error)
             return False
         watch = self._ports.watch()
         with trio.move_on_after(HAND_OVER_SECONDS):

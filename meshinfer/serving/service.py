@@ -34,11 +34,13 @@ class Serving(NamedTuple):
 
     async def leave(self, reason: str) -> None:
         """Let the requests of this node's own clients end, give its seats to others, free what is left."""
-        await self.sessions.drain()
-        for instance in self.ports.instances():
-            if self.ports.node_id in instance.placement.node_ids and instance.state != "broken":
-                await self.placer.hand_over(instance)
-        await self.seats.release_all(reason)
+        try:
+            await self.sessions.drain()
+            for instance in self.ports.instances():
+                if self.ports.node_id in instance.placement.node_ids and instance.state != "broken":
+                    await self.placer.hand_over(instance)
+        finally:
+            await self.seats.release_all(reason)
 
     async def run(self) -> None:
         """Run all of them until cancelled; runners are gone when this returns."""

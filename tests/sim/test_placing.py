@@ -1,0 +1,53 @@
+"""Placing when something comes in between: deletions, nodes without a connection, commits that fail.
+
+Whole agents, exact engine, virtual time (`test_serving` has the ordinary course of things).
+"""
+
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+import trio.testing
+
+from meshinfer.serving.view import Instance
+from meshinfer.testing.cluster import Cluster, SimNode
+
+
+def simulate(scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
+    async def main() -> None:
+        cluster = Cluster(random.Random(1))
+        async with cluster.running(count):
+            await scenario(cluster)
+        assert cluster.network.failures == []
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def one_ready(cluster: Cluster) -> Instance:
+    """The instance that a request brings into being, as all see it."""
+    await cluster.ask(cluster.nodes[0], cluster.request((1,), tokens=2))
+    await cluster.until(lambda: all([i.state for i in node.instances()] == ["ready"] for node in cluster.nodes))
+    return cluster.nodes[0].instances()[0]
+
+
+def apart(cluster: Cluster, instance: Instance) -> tuple[list[SimNode], list[SimNode]]:
+    """Nodes with a seat of it, in the order of seats, and nodes without."""
+    by_id = {node.node_id: node for node in cluster.nodes}
+    holders = [by_id[node_id] for node_id in instance.placement.node_ids]
+    return holders, [node for node in cluster.nodes if node not in holders]
+
+
+@pytest.mark.parametrize("after_seconds", [0.0005, 0.002])
+def test_a_node_leaves_also_when_what_it_hands_over_is_deleted(after_seconds: float) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        instance = await one_ready(cluster)
+        (leaver, *_), (other, *_) = apart(cluster, instance)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leaver.serving.leave, "node left")
+            await trio.sleep(after_seconds)
+            await other.serving.placer.delete(instance.instance_id)
+        assert leaver.serving.ports.own_card().seats == ()
+        assert cluster.fabric.runners_of(leaver.node_id) == []
+
+    simulate(scenario, 4)
