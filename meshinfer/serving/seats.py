@@ -436,7 +436,10 @@ class SeatLedger:
             if not seat.runs or instance is None or instance.epoch < seat.key.epoch:
                 continue
             gone = [node for node in seat.placement.node_ids if node not in live]
-            if instance.epoch > seat.key.epoch:
+            if instance.epoch > seat.key.epoch and self._is_awaited(seat):
+                # The news of the lease may be quicker than the commit: a repair would load what is here already.
+                effects += self._cut(seat, f"epoch {instance.epoch} is about to take its layers", now)
+            elif instance.epoch > seat.key.epoch:
                 effects += self._drop(seat, f"epoch {instance.epoch} took its place")
             elif instance.placement.placement_id != seat.placement.placement_id:
                 effects += self._drop(seat, "another placement of the same epoch won")
@@ -513,6 +516,13 @@ class SeatLedger:
             if (seat.key.instance_id, seat.key.epoch) == (ref.instance_id, ref.epoch)
             and seat.placement.placement_id == ref.placement_id
         ]
+
+    def _is_awaited(self, seat: _Seat) -> bool:
+        """A newer epoch has leased this very seat here, and will go on with its layers once it commits."""
+        return any(
+            new.state == "leased" and new.key.epoch > seat.key.epoch and seat.holds_what(new.key, new.placement)
+            for new in self._seats.values()
+        )
 
     def _make_room(self) -> list[SeatEffect]:
         """Give up warm layers, those that were cut first, as far as promises need their memory."""

@@ -297,6 +297,27 @@ def test_a_newer_epoch_or_a_winning_rival_in_the_view_frees_ours() -> None:
         assert [type(effect) for effect in effects] == [StopRunner], newer
 
 
+def test_the_news_of_a_lease_does_not_cost_the_layers_that_it_is_for() -> None:
+    """Gossip may be quicker than the planner's commit, and shows the next epoch as soon as one seat of it is leased."""
+    book = ledger()
+    ready(book)
+    book.lease(key(2), placement(), 60 * MIB, now=1.0)
+    leased = Instance(INSTANCE, 2, placement(), "placing", 0.0, (None, None))
+    assert book.view_changed([leased], frozenset({ME, OTHER}), now=1.0) == []
+    assert [(report.epoch, report.state) for report in book.reports()] == [(1, "cut"), (2, "leased")]
+    assert book.commit(ref(2), now=1.1) == [RebindRunner(key(1), key(2), placement())]
+
+
+def test_layers_that_a_lease_was_for_are_given_up_if_it_is_never_committed() -> None:
+    book = ledger()
+    ready(book)
+    book.lease(key(2), placement(), 60 * MIB, now=1.0)
+    leased = Instance(INSTANCE, 2, placement(), "placing", 0.0, (None, None))
+    book.view_changed([leased], frozenset({ME, OTHER}), now=1.0)
+    assert book.tick(11.0) == []  # the lease has lapsed
+    assert [effect.key for effect in book.tick(1.0 + WARM_SECONDS)] == [key(1)]
+
+
 def test_seats_that_are_not_ours_are_refused() -> None:
     with pytest.raises(BadInput, match="not this node's"):
         ledger().lease(SeatKey(INSTANCE, 1, 1), placement(), 1, now=0.0)
