@@ -387,9 +387,10 @@ class ElectedPlanner:
             f"seat {index} on {self._name(placement.seats[index].node_id)}: {a.why}" for index, a in refused
         )
         newest = max((answer.newest_epoch for answer in answers.values()), default=0)
-        if any(answer.is_deleted for _, answer in refused):
+        deleted = [answer.newest_epoch for _, answer in refused if answer.is_deleted]
+        if deleted:
             # This node did not hear of it, or it would not have begun: now it knows, and so does whoever asks next.
-            await self._seats.delete(Deletion(instance_id, newest))
+            await self._seats.delete(Deletion(instance_id, max(deleted)))
         return newest, _Tried(why, epoch, frozenset(unheard))
 
     async def _commit_all(self, placed: Placed) -> _Tried:

@@ -150,7 +150,7 @@ class SeatService:
             need = await self._need_bytes(lease)
             lapses = self._ledger.lease(key, lease.placement, need, trio.current_time(), lease.begun_epoch)
         except DeletedMeanwhile as error:
-            return LeaseAnswer(granted=False, newest_epoch=error.newest, why=str(error), is_deleted=True)
+            return LeaseAnswer(granted=False, newest_epoch=error.deletion.epoch, why=str(error), is_deleted=True)
         except StaleEpoch as error:
             return LeaseAnswer(granted=False, newest_epoch=error.newest, why=str(error))
         except MeshinferError as error:

@@ -197,13 +197,13 @@ class StaleEpoch(Refused):
 
 
 class DeletedMeanwhile(Refused):
-    """A lease of a placing that began before its instance was deleted; `newest` is what this node has seen."""
+    """A lease of a placing that began before its instance was deleted; `deletion` is what this node knows of that."""
 
-    def __init__(self, key: SeatKey, newest: int) -> None:
-        self.newest = newest
+    def __init__(self, key: SeatKey, void: int) -> None:
+        self.deletion = Deletion(key.instance_id, void - 1)
         super().__init__(
             f"instance {key.instance_id} was deleted while it was being placed",
-            expected=f"a placing that begins above epoch {newest}",
+            expected=f"a placing that begins above epoch {void}",
             do="ask for the model again",
         )
 
@@ -254,8 +254,9 @@ class SeatLedger:
         if self.is_deleted(key.instance_id, begun_epoch):
             # So is a repair of what this one makes elsewhere: it begins one above.
             history = self._remember_epoch(key.instance_id, key.epoch + 1)
-            history.deleted = history.highest
-            raise DeletedMeanwhile(key, history.highest)
+            # Not all that was seen here: somebody else may have begun above the deletion meanwhile.
+            history.deleted = max(history.deleted, key.epoch + 1)
+            raise DeletedMeanwhile(key, history.deleted)
         held = self._seats.get(key)
         if held is not None and held.placement.placement_id == placement.placement_id and held.state != "failed":
             if held.state == "leased":
@@ -341,7 +342,8 @@ class SeatLedger:
         for seat in list(self._seats.values()):
             if seat.key.instance_id == instance_id and seat.begun_epoch <= history.deleted:
                 # Of a repair that had got this far: a repair of that is void, too.
-                history.deleted = history.highest = max(history.highest, seat.key.epoch + 1)
+                history.deleted = max(history.deleted, seat.key.epoch + 1)
+                history.highest = max(history.highest, history.deleted)
                 freed += seat.promised_bytes + seat.warm_bytes
                 effects += self._drop(seat, "deleted")
         return freed, effects

@@ -153,7 +153,8 @@ class LeaseAnswer:
     lapses_in_seconds: Seconds = 0.0
     """The promise ends by itself after this unless it is committed."""
     newest_epoch: Epoch = 0
-    """Where the epoch was stale: the newest that the node has seen of this instance."""
+    """Where the epoch was stale: the newest that the node has seen of this instance. Where it is deleted: the last that
+    was (see `Deletion`)."""
     is_deleted: bool = False
     """The instance was deleted after this placing began: it must not go on."""
     why: Annotated[str, sized(0, 2048)] = ""

@@ -176,6 +176,27 @@ def test_what_a_node_that_heard_of_no_deletion_made_of_it_is_not_repaired_either
         book.lease(key(3), placement(), 60 * MIB, now=0.1)
 
 
+def test_who_has_not_heard_of_the_deletion_does_not_void_what_began_after_it() -> None:
+    book = ledger()
+    book.delete(Deletion(INSTANCE, 5))
+    book.lease(key(7), placement(), 60 * MIB, now=0.0, begun_epoch=7)
+    with pytest.raises(DeletedMeanwhile) as refused:
+        book.lease(key(1), placement(512), 60 * MIB, now=0.1)
+    assert book.lease(key(7), placement(), 60 * MIB, now=0.2, begun_epoch=7) == 10.0
+    assert book.delete(refused.value.deletion) == (0, [])  # what the planner who is refused tells its own node
+    assert book.commit(ref(7), now=0.3) == [StartRunner(key(7), placement())]
+
+
+def test_a_deletion_that_comes_late_does_not_void_what_began_after_it() -> None:
+    book = ledger()
+    ready(book)
+    book.lease(key(3), placement(512), 60 * MIB, now=1.0, begun_epoch=3)  # its planner knows of the deletion
+    freed, effects = book.delete(Deletion(INSTANCE, 1))
+    assert (freed, [type(effect) for effect in effects]) == (60 * MIB, [StopRunner])
+    assert book.lease(key(3), placement(512), 60 * MIB, now=1.1, begun_epoch=3) == 10.0
+    assert not book.is_deleted(INSTANCE, 3)
+
+
 def test_a_failed_seat_frees_its_memory_at_once_and_says_why_for_a_while() -> None:
     book = ledger()
     ready(book)
