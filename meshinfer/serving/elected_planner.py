@@ -90,6 +90,12 @@ class _Tried:
     """Under which it was asked last."""
     unheard: frozenset[NodeId] = frozenset()
     """Who did not answer."""
+    deletion: Deletion | None = None
+    """What a seat's node says of the instance: all that began so early is void."""
+
+
+class _DeletedBefore(Refused):
+    """A seat's node knows of a deletion that this node had not heard of: perhaps from long before it was asked."""
 
 
 class ElectedPlanner:
@@ -128,6 +134,12 @@ class ElectedPlanner:
             epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
             try:
                 return await self._plan_and_make(ask, instance_id, epoch, old)
+            except _DeletedBefore:
+                if old is not None:  # then it is this one that was deleted, and nobody wants it back
+                    raise
+                # Nothing was here to be deleted since the request came (this node was started anew after a deletion,
+                # say), so it is not what the request is about: begin above it.
+                return await self._plan_and_make(ask, instance_id, self._seats.next_epoch(instance_id), None)
             except NoRoom:
                 if old is None or not self._ports.is_usable(old):
                     raise
@@ -241,8 +253,12 @@ class ElectedPlanner:
             ref = SeatRef(instance_id, epoch, placement.placement_id, "its placing failed")
             # Where that is not heard, the lease lapses by itself.
             await self._tell_all(set(placement.node_ids) - tried.unheard, RELEASE, ref)
+            what = f"instance {instance_id} was deleted while it was being placed"
             if self._seats.is_deleted(instance_id, begun_epoch):
-                raise Refused(f"instance {instance_id} was deleted while it was being placed", do="ask again")
+                raise Refused(what, do="ask again")
+            if tried.deletion is not None:
+                await self._seats.delete(tried.deletion)  # now this node knows, and so does whoever asks next
+                raise _DeletedBefore(what, do="ask again")
             if not newest:
                 break
             epoch = max(epoch, newest) + 1
@@ -388,10 +404,8 @@ class ElectedPlanner:
         )
         newest = max((answer.newest_epoch for answer in answers.values()), default=0)
         deleted = [answer.newest_epoch for _, answer in refused if answer.is_deleted]
-        if deleted:
-            # This node did not hear of it, or it would not have begun: now it knows, and so does whoever asks next.
-            await self._seats.delete(Deletion(instance_id, max(deleted)))
-        return newest, _Tried(why, epoch, frozenset(unheard))
+        deletion = Deletion(instance_id, max(deleted)) if deleted else None
+        return newest, _Tried(why, epoch, frozenset(unheard), deletion)
 
     async def _commit_all(self, placed: Placed) -> _Tried:
         ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)

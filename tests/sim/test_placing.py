@@ -10,8 +10,11 @@ import pytest
 import trio
 import trio.testing
 
+from meshinfer.planning.workload import Constraints
+from meshinfer.serving.election import elect
 from meshinfer.serving.view import Instance
-from meshinfer.testing.cluster import Cluster, SimNode
+from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
+from meshinfer.wire.messages import Place
 
 
 def simulate(scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
@@ -49,5 +52,23 @@ def test_a_node_leaves_also_when_what_it_hands_over_is_deleted(after_seconds: fl
             await other.serving.placer.delete(instance.instance_id)
         assert leaver.serving.ports.own_card().seats == ()
         assert cluster.fabric.runners_of(leaver.node_id) == []
+
+    simulate(scenario, 4)
+
+
+def test_a_planner_that_missed_a_deletion_places_at_the_first_request_after_it() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        instance = await one_ready(cluster)
+        await cluster.nodes[0].serving.placer.delete(instance.instance_id)
+        await cluster.until(lambda: all(node.instances() == () for node in cluster.nodes))
+        first = elect(cluster.model.model_id, [node.node_id for node in cluster.nodes])[0]
+        planner = next(node for node in cluster.nodes if node.node_id == first)
+        cluster.kill(planner)
+        await cluster.restart(planner)  # it remembers no epoch, the others do
+        await cluster.settle(cluster.live())
+        other = next(node for node in cluster.live() if node.node_id != first)
+        placed = await other.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, Constraints()))
+        assert placed.epoch > instance.epoch + 1, "above the deletion"
+        await cluster.until(lambda: [i.state for i in other.instances()] == ["ready"])
 
     simulate(scenario, 4)
