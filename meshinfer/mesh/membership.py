@@ -26,12 +26,13 @@ milliseconds), so it gets one re-dial, the others' word, and at most half a seco
 replaced by another is no news at all; a single ping without an answer removes nobody.
 
 *Slow is not gone.* A node that took long to answer of late (its cores are taken, its link is full) may be silent
-for four times as long as the slowest of its answers, if that is more; who answers in milliseconds, as nearly all do,
-is held to the figures above.
+for four times as long as the slowest of its answers, if that is more, but no longer than 6 s; who answers in
+milliseconds, as nearly all do, is held to the figures above.
 
 *Doubting oneself.* Silence is counted in pings that we sent and had no answer to, never in time alone. An event
 loop that comes late by `s` seconds (a lid, SIGSTOP, a starved core) says `Late(s)`: that time is taken off
-everyone's silence, and for some seconds all timeouts stretch, the more the later it came. A node that others suspect stretches them too.
+everyone's silence and off the answers that were under way, and for some seconds all timeouts stretch, the more the
+later it came, to three times their length at most. A node that others suspect stretches them too.
 When most neighbours fall silent at once, or those whom we ask do not answer either, the fault is likely
 ours, and nothing shortens the timeout.
 
@@ -41,6 +42,7 @@ This machine knows direct neighbours only, and only this node's monotonic clock.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,6 +54,8 @@ MAX_MEMBERS = 2048
 """As many nodes as a view holds. Those connected now are not counted against it: the transport bounds them."""
 MAX_ACCUSERS = 16
 """Remembered per member; three confirmations have the full effect already."""
+MAX_STOPS = 8
+"""Of our own, remembered: an answer is waited for for two seconds, in which a loop says `Late` six times at most."""
 
 # --- events -------------------------------------------------------------------------------------
 
@@ -219,7 +223,8 @@ TRANSITIONS: dict[tuple[MemberState | None, Trigger], MemberState] = {
 @dataclass(frozen=True, slots=True)
 class Timing:
     """When silence means what. All counted from the oldest ping without an answer, which a stop precedes by up to
-    half a second; `dead_max` + that + gossip must stay below the 3 s promised to all.
+    half a second; `dead_max` + that + gossip must stay below the 3 s promised of whoever answered quickly, to whoever
+    does not doubt itself. Of the slow, and to those who doubt, it may be 6.5 s: `view.Bounds.doubt_seconds` waits for them.
     """
 
     redial_grace_seconds: float = 0.5
@@ -238,7 +243,8 @@ class Timing:
     slow_fades: float = 0.8
     """Per answer: a slow one is half forgotten after three, about as many seconds."""
     slow_max_seconds: float = 6.0
-    """More is granted to nobody: a node that slow is no help."""
+    """More is granted to nobody: a node that slow is no help. An answer that took 1.5 s or longer earns it; five quick ones
+    later the node is held to 2 s again."""
     late_seconds: float = 0.25
     """A loop that comes this late, or later, is a whole unit of doubt; one that comes half as late, half of one."""
     confirmations: int = 3
@@ -269,7 +275,7 @@ class _Member:
     silent_since: float = 0.0
     """When the oldest of them was sent; meaningless while there is none."""
     slowest_seconds: float = 0.0
-    """Answer of late; it fades."""
+    """Answer of late, without what we stood still meanwhile; it fades. At most what earns `slow_max_seconds`."""
     blamed: bool = False
     """By the data path, since the last answer."""
     accusers: set[NodeId] = field(default_factory=set[NodeId])
@@ -309,6 +315,8 @@ class Membership:
         self._self_doubt = 0.0
         """As of `_self_doubt_at`; fades from then on."""
         self._self_doubt_at = 0.0
+        self._stops: deque[tuple[float, float]] = deque(maxlen=MAX_STOPS)
+        """From when to when our own loop stood still, the last times that it did."""
 
     def members(self) -> tuple[Member, ...]:
         """Everyone known, sorted by id."""
@@ -412,7 +420,8 @@ class Membership:
                 member.unanswered += 1
             case PingAnswered(node, seconds) if member and member.connected:
                 member.unanswered, member.blamed = 0, False
-                member.slowest_seconds = max(seconds, self._timing.slow_fades * member.slowest_seconds)
+                took = min(self._without_stops(seconds, now), self._timing.slow_max_seconds / self._timing.slow_factor)
+                member.slowest_seconds = max(took, self._timing.slow_fades * member.slowest_seconds)
                 effects += self._apply(node, "answered", now, "answers pings")
             case OthersReach(node, by) if member and member.state == "suspect":
                 member.others, member.reached_by = "reach", f"{by} reaches it"
@@ -473,7 +482,7 @@ class Membership:
         stretch = 1 + self.self_doubt(now) / 2
         if not member.connected:
             return member.since + timing.redial_grace_seconds * stretch
-        slow = min(timing.slow_max_seconds, timing.slow_factor * member.slowest_seconds)
+        slow = timing.slow_factor * member.slowest_seconds
         if member.state == "alive":
             if member.blamed and member.unanswered >= 1:
                 return member.silent_since + max(timing.suspect_after_blame_seconds * stretch, slow / 2)
@@ -535,11 +544,17 @@ class Membership:
 
     def _take_off(self, seconds: float, now: float) -> None:
         """While we stood still nobody could answer us, and no re-dial could come back."""
+        self._stops.append((now - seconds, now))
         for member in self._members.values():
             if member.unanswered:
                 member.silent_since = min(now, member.silent_since + seconds)
             if member.state == "suspect":
                 member.since = min(now, member.since + seconds)
+
+    def _without_stops(self, seconds: float, now: float) -> float:
+        """Of the last so many `seconds`, those in which our own loop ran."""
+        since = now - seconds
+        return seconds - math.fsum(end - max(begun, since) for begun, end in self._stops if end > since)
 
     def _doubt_ourselves(self, units: float, now: float) -> None:
         self._self_doubt = min(self._timing.self_doubt_max, self.self_doubt(now) + units)

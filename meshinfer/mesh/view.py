@@ -56,9 +56,11 @@ class Bounds:
     lifetime_seconds: float = 15.0
     """Of an announcement since it was received: seven periods, in a large mesh, too, where they are longer
     (`neighbours.rarity`). Raising it keeps nodes that only rumour knows."""
-    doubt_seconds: float = 3.0
+    doubt_seconds: float = 7.0
     """Links to a node that our own membership holds dead count only in announcements received this long after the
-    verdict: everyone is promised to notice a death within it, so what still names the node then knows better."""
+    verdict, so that what still names the node then knows better. Nearly everyone notices a death within 3 s, but a
+    neighbour that doubts itself or to which the node was slow within 6.5 (`membership.Timing`), and 0.5 are for gossip.
+    Less makes the dead flicker; more only delays one whom we alone do not reach and who has refuted nothing."""
     max_nodes: int = 2048
     max_bytes: int = 32 * 1024**2
     """2048 cards of 16 KiB."""

@@ -41,6 +41,7 @@ from meshinfer.mesh.membership import (
     TimePassed,
     Timing,
 )
+from meshinfer.mesh.view import Bounds
 
 A, B, C, D = NodeId("a"), NodeId("b"), NodeId("c"), NodeId("d")
 TIMING = Timing()
@@ -90,6 +91,27 @@ def died_after(machine: Membership, since: float, answering: tuple[NodeId, ...] 
         if machine.state(A) == "dead":
             return tenths / 10
     raise AssertionError("it never died")
+
+
+def buried_after(answer_seconds: float, quick_ones_since: int = 0, *, stopped_seconds: float = 0.0) -> float:
+    """Seconds of silence until `A` is dead, after one answer that took `answer_seconds`, our own stop at its end."""
+    room = Membership(TIMING)
+    room.handle(Connected(A), 0.0)
+    now = 0.0
+    for number, seconds in enumerate((answer_seconds, *(0.002 for _ in range(quick_ones_since)))):
+        room.handle(PingSent(A), now)
+        now += seconds
+        if number == 0 and stopped_seconds:
+            room.handle(Late(stopped_seconds), now)
+        room.handle(PingAnswered(A, seconds), now)
+    start = now + 60.0  # long enough for all doubt of ourselves to have gone
+    for number in range(40):
+        room.handle(PingSent(A), start + 0.5 * number)
+        while (due := room.next_wakeup()) is not None and due <= start + 0.5 * (number + 1):
+            room.handle(TimePassed(), due)
+            if room.state(A) == "dead":
+                return due - start
+    return math.inf
 
 
 # --- silence --------------------------------------------------------------------------------------
@@ -533,27 +555,33 @@ def test_only_differences_of_the_own_clock_matter(
 def test_who_answers_slowly_of_late_may_be_silent_for_longer() -> None:
     """Its cores are taken. Whoever answers in milliseconds is held to what the mesh promises."""
 
-    def buried_after(answer_seconds: float, quick_ones_since: int) -> float:
-        room = Membership(TIMING)
-        room.handle(Connected(A), 0.0)
-        now = 0.0
-        for seconds in (answer_seconds, *(0.002 for _ in range(quick_ones_since))):
-            room.handle(PingSent(A), now)
-            room.handle(PingAnswered(A, seconds), now := now + seconds)
-        start = now
-        for number in range(40):
-            room.handle(PingSent(A), start + 0.5 * number)
-            while (due := room.next_wakeup()) is not None and due <= start + 0.5 * (number + 1):
-                room.handle(TimePassed(), due)
-                if room.state(A) == "dead":
-                    return due - start
-        return math.inf
-
     quick, slow = buried_after(0.002, 0), buried_after(0.8, 0)
     assert slow == pytest.approx(4 * 0.8)
     assert slow > quick
     assert buried_after(0.8, 12) == pytest.approx(quick), "it has recovered"
     assert buried_after(30.0, 0) == TIMING.slow_max_seconds, "within bounds"
+    assert buried_after(30.0, 5) < TIMING.dead_max_seconds, (
+        "however slow it was, five quick answers later it is forgiven"
+    )
+
+
+def test_an_answer_that_our_own_stop_held_up_makes_nobody_slow() -> None:
+    # SIGSTOP for 1.2 s with a ping under way: the answer lay there all the time.
+    assert buried_after(1.22, stopped_seconds=1.2) == pytest.approx(buried_after(0.02))
+    # … the stop began a minute before the ping, as far as the clock tells.
+    assert buried_after(1.0, stopped_seconds=60.0) == pytest.approx(buried_after(0.002))
+    # A neighbour that is slow beside it is slow.
+    assert buried_after(1.4, stopped_seconds=0.6) == pytest.approx(4 * 0.8)
+
+
+def test_a_view_doubts_the_dead_until_the_last_have_noticed() -> None:
+    slow = buried_after(2.0)
+    doubting = connected(B, C)
+    for _ in range(20):
+        doubting.handle(SuspectedOurselves(), 1.0)
+    before_the_first_ping, gossip = 0.5, 0.5
+    last = before_the_first_ping + max(slow, died_after(doubting, 1.0, (B, C))) + gossip
+    assert last <= Bounds().doubt_seconds
 
 
 def test_a_loop_that_comes_a_little_late_again_and_again_doubts_itself_too() -> None:

@@ -141,8 +141,10 @@ def test_a_neighbour_held_dead_returns_only_by_words_said_well_after_the_verdict
     assert view.live([NodeId("a")], verdict, 10.5) == {"me", "a"}
     view.merge(said("a", version=2, to=("b",)), 11.0)
     assert view.live([NodeId("a")], verdict, 11.0) == {"me", "a"}, "a may not have noticed yet"
-    view.merge(said("a", version=3, to=("b",)), 13.5)
-    assert view.live([NodeId("a")], verdict, 13.5) == {"me", "a", "b"}, "a does reach it, though we do not"
+    view.merge(said("a", version=3, to=("b",)), 15.0)
+    assert view.live([NodeId("a")], verdict, 15.0) == {"me", "a"}, "b was slow to answer a, which grants it more time"
+    view.merge(said("a", version=4, to=("b",)), 17.5)
+    assert view.live([NodeId("a")], verdict, 17.5) == {"me", "a", "b"}, "a does reach it, though we do not"
 
 
 def test_who_leaves_is_no_part_of_the_topology() -> None:
