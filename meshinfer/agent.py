@@ -157,8 +157,8 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
 def _make_serving(
     settings: Settings, transport: Libp2pTransport, mesh: Mesh, own_card: OwnCard, store: ModelStore
 ) -> tuple[Serving, ServingBackend, SpeedProbe]:
-    cards = ModelCards(transport, mesh.topology, store.info, settings.call_timeout_seconds)
-    files = ModelFiles(store, TextCache(settings.home / "text"), cards, transport)
+    cards = ModelCards(transport, mesh.call, mesh.topology, store.info, settings.call_timeout_seconds)
+    files = ModelFiles(store, TextCache(settings.home / "text"), cards, transport, mesh.call)
     certificate = make_certificate()
 
     def announce(seats: tuple[SeatReport, ...], placements: tuple[Placement, ...], promised_bytes: int) -> None:
@@ -173,6 +173,7 @@ def _make_serving(
     ports = Ports(
         settings=settings,
         transport=transport,
+        call=mesh.call,
         topology=mesh.topology,
         doubtful=mesh.doubtful,
         out_of_reach=mesh.out_of_reach,

@@ -81,6 +81,15 @@ class Connector:
         if dial is not None and self._nursery is not None:
             self._nursery.start_soon(self._dial, dial, name=f"redial {node}")
 
+    async def connect(self, node: NodeId) -> None:
+        """Try all addresses of `node` now; or wait until whoever does so already has. Each has its deadline."""
+        watch = self._news.watch()
+        dial = self.plan.redial(node)
+        if dial is not None:
+            await self._dial(dial)
+        while self.plan.is_busy(node):
+            await watch.changed()
+
     def try_once(self, address: str) -> None:
         """See who is there; the transport's events tell."""
         if self._nursery is not None:

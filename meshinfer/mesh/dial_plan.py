@@ -121,6 +121,10 @@ class DialPlan:
         room = max(0, wanted.strangers_at_once - strangers_busy)
         return dials + self._due_of(wanted.strangers, connected, now, room)
 
+    def is_busy(self, node: NodeId) -> bool:
+        """It is being dialled."""
+        return node in self._busy
+
     def redial(self, node: NodeId) -> Dial | None:
         """Its connection was lost just now: try all its addresses at once. None if none is known, or one is tried."""
         known = self._addresses.get(node)

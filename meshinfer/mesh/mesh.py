@@ -81,6 +81,8 @@ _DEEDS: Mapping[MemberState, str] = {
 }
 """How a person is told of what happened to a node."""
 
+CONNECT_SECONDS = 3.0
+"""For the connection that a call needs: one address that leads nowhere, and then the right one."""
 HOUSEKEEPING_SECONDS = 1.0
 """How often time alone is looked at: lifetimes of announcements, doubts."""
 UPKEEP_SECONDS = 5.0
@@ -256,6 +258,20 @@ class Mesh:
             link_probes=self._links.statistics() if self._links else None,
             connector=self._connector.statistics(),
         )
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    async def call(self, peer: NodeId, method: str, payload: bytes, timeout_seconds: float) -> bytes:
+        """`Transport.call`, also of nodes to which there is no connection yet: in a large mesh those are most.
+
+        Of a neighbour whose connection is gone that is said at once: the membership dials it already.
+        """
+        begun = trio.current_time()
+        if self._membership.state(peer) is None and peer not in self._transport.peers():
+            with trio.move_on_after(min(timeout_seconds, CONNECT_SECONDS)):
+                await self._connector.connect(peer)
+        left = max(0.0, begun + timeout_seconds - trio.current_time())
+        return await self._transport.call(peer, method, payload, left)
 
     # --- links ----------------------------------------------------------------------------------
 

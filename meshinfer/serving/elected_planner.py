@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 
 WARM_STATES = frozenset({"cut", "linking", "ready"})
 """Of a seat whose layers are in memory."""
+PLANNINGS = 4
+"""How often one placing is planned, each time without the nodes that did not answer the last time. Two lids that close
+at once take two; where it takes more, what this node sees is too old to plan with."""
 EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 LASTING_ERRORS = frozenset({"corrupt_model", "bad_input"})
@@ -216,14 +219,16 @@ class ElectedPlanner:
         """
         begun_epoch = epoch
         silent: frozenset[NodeId] = frozenset()
-        while True:  # each time with a node less
+        failures: list[str] = []
+        for _ in range(PLANNINGS):
             plans, refusals = candidates(silent)
             if not plans:
+                why = refusals[0].explanation if refusals else "no live node can hold the model"
+                names = ", ".join(sorted(self._name(node) for node in silent))
                 raise NoRoom(
-                    refusals[0].explanation if refusals else "no live node can hold the model",
+                    f"{why.removesuffix('.')}. Not counted, since they do not answer: {names[:500]}" if silent else why,
                     do="`meshinfer plan` shows every candidate with its numbers",
                 )
-            failures: list[str] = []
             for candidate in plans:
                 tried = await self._try(instance_id, epoch, candidate, begun_epoch)
                 if tried.why == "":
@@ -236,7 +241,8 @@ class ElectedPlanner:
                     silent |= tried.unheard
                     break
             else:
-                raise NoRoom(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
+                break
+        raise NoRoom(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
 
     async def _try(self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int) -> _Tried:
         """Lease and commit every seat of it, or none."""
@@ -448,7 +454,7 @@ class ElectedPlanner:
             assert isinstance(local, answer)
             return local
         timeout = self._ports.settings.call_timeout_seconds
-        return decode(answer, await self._ports.transport.call(node, method, encode(message), timeout))
+        return decode(answer, await self._ports.call(node, method, encode(message), timeout))
 
     async def _on_place(self, peer: NodeId, payload: bytes) -> bytes:
         del peer

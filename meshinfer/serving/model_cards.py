@@ -8,7 +8,7 @@ from collections.abc import Callable
 from meshinfer.base.errors import MeshinferError, PeerLost, UnknownModel
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.topology.graph import Topology
-from meshinfer.transport.base import Transport
+from meshinfer.transport.base import Call, Transport
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import MODEL_INFO, ModelInfo, ModelInfoRequest
 
@@ -22,11 +22,12 @@ class ModelCards:
     def __init__(
         self,
         transport: Transport,
+        call: Call,
         topology: Callable[[], Topology],
         local: Callable[[ModelId], ModelInfo | None],
         timeout_seconds: float,
     ) -> None:
-        self._transport = transport
+        self._call = call
         self._topology = topology
         self._local = local
         self._timeout_seconds = timeout_seconds
@@ -67,9 +68,7 @@ class ModelCards:
         for node_id in sorted(holders):
             try:
                 request = encode(ModelInfoRequest(model_id))
-                info = decode(
-                    ModelInfo, await self._transport.call(node_id, MODEL_INFO, request, self._timeout_seconds)
-                )
+                info = decode(ModelInfo, await self._call(node_id, MODEL_INFO, request, self._timeout_seconds))
             except MeshinferError as error:
                 failure = error
                 continue

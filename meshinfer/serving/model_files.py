@@ -20,7 +20,7 @@ from meshinfer.models.sources.peer import fetch_from_peer
 from meshinfer.models.store import ModelStore
 from meshinfer.models.text_cache import TextCache
 from meshinfer.serving.model_cards import ModelCards
-from meshinfer.transport.base import Transport
+from meshinfer.transport.base import Call, Transport
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import MODEL_CHUNK, ModelChunk, ModelChunkRequest
 
@@ -33,11 +33,13 @@ CHUNK_CALL_SECONDS = 30.0
 class ModelFiles:
     """The store of this node, and what can be fetched into it."""
 
-    def __init__(self, store: ModelStore, text_cache: TextCache, cards: ModelCards, transport: Transport) -> None:
+    def __init__(
+        self, store: ModelStore, text_cache: TextCache, cards: ModelCards, transport: Transport, call: Call
+    ) -> None:
         self._store = store
         self._text_cache = text_cache
         self._cards = cards
-        self._transport = transport
+        self._node_id, self._call = transport.node_id, call
         self._fetching: dict[ModelId, trio.Lock] = {}
         transport.serve(MODEL_CHUNK, self._answer)
 
@@ -83,7 +85,7 @@ class ModelFiles:
             holders = [
                 node
                 for node, digest in sorted(self._cards.holders(model_id).items())
-                if digest == request.digest and node != self._transport.node_id
+                if digest == request.digest and node != self._node_id
             ]
             if not holders:
                 raise UnknownModel(
@@ -94,7 +96,7 @@ class ModelFiles:
                 passed_over.clear()
             node = next(node for node in holders if node not in passed_over)
             try:
-                answer = await self._transport.call(node, MODEL_CHUNK, encode(request), CHUNK_CALL_SECONDS)
+                answer = await self._call(node, MODEL_CHUNK, encode(request), CHUNK_CALL_SECONDS)
             except (PeerLost, DeadlineExceeded):
                 passed_over.add(node)
                 raise

@@ -202,7 +202,7 @@ class OriginLinks:
                 offer = await self._seats.offer_channel(node, ask)
             else:
                 timeout = self._ports.settings.call_timeout_seconds + LISTEN_WAIT_SECONDS
-                offer = decode(ChannelOffer, await self._ports.transport.call(node, OPEN_CHANNEL, encode(ask), timeout))
+                offer = decode(ChannelOffer, await self._ports.call(node, OPEN_CHANNEL, encode(ask), timeout))
                 known = self._ports.channel_host(node)
                 if known:
                     hosts = (known, *(host for host in offer.hosts if host != known))

@@ -168,7 +168,7 @@ class Placer:
 
         async def call(scope: trio.CancelScope) -> None:
             try:
-                answer.append(await self._ports.transport.call(planner, PLACE, ask, PLACE_TIMEOUT_SECONDS))
+                answer.append(await self._ports.call(planner, PLACE, ask, PLACE_TIMEOUT_SECONDS))
             except MeshinferError as error:
                 failure.append(error)
             scope.cancel()

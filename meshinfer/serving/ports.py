@@ -15,7 +15,7 @@ from meshinfer.serving.view import Instance, instances
 from meshinfer.topology.card import NodeCard, SeatReport
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement
-from meshinfer.transport.base import Transport
+from meshinfer.transport.base import Call, Transport
 from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.records import OriginRecord, RunnerRecord
 
@@ -46,6 +46,8 @@ class Ports:
 
     settings: Settings
     transport: Transport
+    call: Call
+    """Of any live node, connected or not."""
     topology: Callable[[], Topology]
     """The live members now, this node among them."""
     doubtful: Callable[[], frozenset[NodeId]]

@@ -421,7 +421,7 @@ class SeatService:
     async def _ask_channel(self, peer: NodeId, ask: OpenChannel) -> ChannelOffer:
         if peer == self._ports.node_id:
             return await self.offer_channel(peer, ask)
-        answer = await self._ports.transport.call(
+        answer = await self._ports.call(
             peer, OPEN_CHANNEL, encode(ask), self._ports.settings.call_timeout_seconds + LISTEN_WAIT_SECONDS
         )
         offer = decode(ChannelOffer, answer)

@@ -56,6 +56,8 @@ class KeyCopied:
 
 
 TransportEvent = PeerConnected | PeerDisconnected | GossipReceived | KeyCopied
+Call = Callable[[NodeId, str, bytes, float], Awaitable[bytes]]
+"""`Transport.call`, or what does more for its caller (`mesh.Mesh.call`)."""
 Handler = Callable[[NodeId, bytes], Awaitable[bytes]]
 """Gets the calling peer and the request; returns the answer, or raises a MeshinferError that the caller will see."""
 

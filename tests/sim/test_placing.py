@@ -5,12 +5,16 @@ Whole agents, exact engine, virtual time (`test_serving` has the ordinary course
 
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 import trio
 import trio.testing
 
+from meshinfer.base.errors import NoRoom, PeerLost
+from meshinfer.base.ids import NodeId
 from meshinfer.planning.workload import Constraints
+from meshinfer.serving.elected_planner import PLANNINGS, ElectedPlanner
 from meshinfer.serving.election import elect
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
@@ -72,3 +76,39 @@ def test_a_planner_that_missed_a_deletion_places_at_the_first_request_after_it()
         await cluster.until(lambda: [i.state for i in other.instances()] == ["ready"])
 
     simulate(scenario, 4)
+
+
+def test_in_a_large_mesh_seats_and_origins_need_no_connection_beforehand() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node = min(cluster.nodes, key=lambda node: len(node.transport.peers()))
+        near = node.transport.peers() | {node.node_id}
+        assert len(near) < len(cluster.nodes) - 1, "nothing is shown if it is connected to all"
+        far = Constraints(exclude=tuple(sorted(near)))
+        placed = await node.serving.planner.place(Place(cluster.model.model_id, WORKLOAD, far))
+        assert near.isdisjoint(placed.placement.node_ids)
+        await cluster.until(lambda: [i.state for i in node.instances()] == ["ready"])
+        assert len(await cluster.ask(node, cluster.request((1,), tokens=3))) == 3
+
+    simulate(scenario, 20)
+
+
+def test_nodes_that_do_not_answer_are_planned_without_a_few_times_and_named_in_the_end() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        asked: list[NodeId] = []
+
+        async def silent(peer: NodeId, *_: object) -> bytes:
+            asked.append(peer)
+            await trio.lowlevel.checkpoint()
+            raise PeerLost(f"not connected to {peer}")
+
+        # Two of them always are enough for the model, so there is always another plan.
+        planner = ElectedPlanner(replace(node.serving.ports, call=silent), node.serving.seats)
+        with pytest.raises(NoRoom, match=r"no candidate could be leased: .*not connected to"):
+            await planner.place(Place(cluster.model.model_id, WORKLOAD, Constraints(exclude=(node.node_id,))))
+        assert len(asked) <= PLANNINGS * 2
+        few = Constraints(nodes=tuple(other.node_id for other in cluster.nodes[1:3]))
+        with pytest.raises(NoRoom, match="do not answer: node1, node2"):
+            await planner.place(Place(cluster.model.model_id, WORKLOAD, few))
+
+    simulate(scenario, 12)
