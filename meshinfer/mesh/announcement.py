@@ -8,7 +8,7 @@ cards sees a byte that no member of some key vouched for, and nobody can say any
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshinfer.base.errors import ProtocolError
 from meshinfer.base.ids import NodeId
@@ -42,9 +42,7 @@ class Heard:
         return len(self.signed.payload) + len(self.signed.signature) + len(self.signed.author)
 
     def says_the_same_as(self, other: Heard) -> bool:
-        """Whether nothing differs that a reader of topologies would act on: not counters, load, ages, suspicions
-        or the coordinate, which drifts a little all the time.
-        """
+        """Whether nothing differs that a reader of topologies would act on (`NodeCard.substance`): nor ages or suspicions."""
         return _substance(self) == _substance(other)
 
 
@@ -82,4 +80,4 @@ def sign(
 
 def _substance(heard: Heard) -> tuple[NodeCard, frozenset[tuple[NodeId, float, float]]]:
     links = frozenset((link.target, link.rtt_seconds, link.bandwidth_bytes_per_second) for link in heard.links)
-    return replace(heard.card, incarnation=0, version=0, load=0.0, coordinate=None), links
+    return heard.card.substance, links

@@ -11,8 +11,9 @@ Two ways, since either alone is not enough:
   not been heard for three periods is asked directly, so a mesh lives on, slower, with push broken.
 
 What a node pays does not grow with the mesh, but for what really happens in it: beyond a full mesh each node repeats
-itself rarer by as much as there are more of them (`neighbours.rarity`), and figures that only drifted wait for that;
-and two large views are compared by digests before anything is listed. News of substance is as quick in any mesh.
+itself rarer by as much as there are more of them (`neighbours.rarity`), and what only drifts or counts waits for that;
+and two large views are compared by digests before anything is listed. Who lives, and what each seat is, is told as quickly
+in any mesh; of other news the first few are, and a node that has more all the time is held to as much rarer announcements.
 
 Everything heard is checked (`announcement.check`) before it is believed, and passed on only as its
 author signed it.
@@ -147,7 +148,9 @@ class Gossip:
             task_status.started()
 
     def wake(self, *, urgent: bool = False) -> None:
-        """The own card has changed: say so soon. `urgent`: who lives has, so it is not held back more in a large mesh."""
+        """The own card has changed: say so soon. `urgent`: who lives or what a seat is has, and others wait to hear of it,
+        so it is not held back more in a large mesh.
+        """
         self._soon.set()
         if urgent:
             self._urgent.set()

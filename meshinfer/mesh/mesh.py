@@ -28,7 +28,7 @@ from typing import assert_never
 import trio
 from trio import TaskStatus
 
-from meshinfer.base.ids import NodeId
+from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.config import PROBE_BYTES_PER_HOUR
 from meshinfer.mesh.address_book import AddressBook
 from meshinfer.mesh.announcement import Heard, sign
@@ -65,6 +65,7 @@ from meshinfer.mesh.neighbours import Wanted, wanted
 from meshinfer.mesh.own_card import MAX_OUTBIDS, OwnCard
 from meshinfer.mesh.prober import Prober, ProberStatistics
 from meshinfer.mesh.view import MergeResult, View, ViewStatistics
+from meshinfer.topology.card import NodeCard, SeatState
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.link import Link
 from meshinfer.transport.addresses import parse_address
@@ -360,9 +361,11 @@ class Mesh:
             self._tell(TimePassed())
 
     async def _follow_own_card(self) -> None:
+        seats = _seats(self._own_card.card)
         watch = self._own_card.changes.watch()
         async for _ in watch:
-            self._gossip.wake()
+            before, seats = seats, _seats(self._own_card.card)
+            self._gossip.wake(urgent=seats != before)
             self._note(substance=True)
 
     async def _tell_changes(self) -> None:
@@ -522,6 +525,11 @@ class Mesh:
     def _called(self, node: NodeId) -> str:
         """As people know it: by its name, if its card was heard; else by the end of its id, which differs."""
         return self._name(node) or f"node …{node[-8:]}"
+
+
+def _seats(card: NodeCard) -> frozenset[tuple[InstanceId, int, int, SeatState]]:
+    """What repairs and requests wait for."""
+    return frozenset((seat.instance_id, seat.epoch, seat.seat_index, seat.state) for seat in card.seats)
 
 
 def _log_another_mesh(other: AnotherMesh) -> None:

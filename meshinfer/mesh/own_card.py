@@ -21,15 +21,11 @@ from meshinfer.wire.codec import encode
 log = logging.getLogger(__name__)
 
 MAX_CARD_BYTES = 40 * 1024
-"""An announcement has 64 KiB; 64 links of ~250 bytes and the signature need the rest."""
+"""An announcement has 64 KiB; 40 links of ~250 bytes, 32 suspects and the signature need 15 of them."""
 
 
 MAX_OUTBIDS = 4
 """A home restored from a backup needs one; one more for each part of a mesh that was apart meanwhile."""
-
-
-QUIET = frozenset({"load", "coordinate"})
-"""Fields that drift all the time and that nobody acts on at once: they travel with the next announcement."""
 
 
 class OwnCard:
@@ -43,7 +39,7 @@ class OwnCard:
         self._path = home / "incarnation"
         self._card = replace(card, incarnation=self._raise_incarnation(0), version=1)
         self.changes = Changes()
-        """Of what others should hear soon."""
+        """Of what others should hear soon: its substance. What drifts or counts travels with the next announcement."""
         self.outbids = 0
         """How often this start had to go above another one."""
 
@@ -67,7 +63,7 @@ class OwnCard:
                 expected=f"at most {MAX_CARD_BYTES}",
                 do="free seats or remove models here, or use another node",
             )
-        is_news = any(getattr(changed, name) != getattr(self._card, name) for name in changes.keys() - QUIET)
+        is_news = changed.substance != self._card.substance
         self._card = replace(changed, version=self._card.version + 1)
         if is_news:
             self.changes.notify()

@@ -31,7 +31,6 @@ from meshinfer.serving.seats import (
     StaleEpoch,
     StartRunner,
     StopRunner,
-    coalesced,
 )
 from meshinfer.serving.spares import Spares
 from meshinfer.topology.placement import Placement
@@ -461,9 +460,11 @@ class SeatService:
             self._announce(counters=True)
 
     def _announce(self, *, counters: bool = False) -> None:
-        """Put the seats on the card: at once when something happened, every 2 s for what only counts."""
+        """Put the seats on the card: at once when something happened, every 2 s for what only counts (others hear that with
+        this node's next announcement).
+        """
         reports = self._ledger.reports()
-        what_happened = tuple(coalesced(report) for report in reports)
+        what_happened = tuple(report.substance for report in reports)
         if what_happened == self._announced and not (counters and reports != self._counted):
             return
         self._announced, self._counted = what_happened, reports

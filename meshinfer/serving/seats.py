@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshinfer.base.errors import BadInput, NoRoom, Refused
 from meshinfer.base.ids import InstanceId, NodeId
@@ -583,8 +583,3 @@ def _honest_seconds(beat: Heartbeat) -> float:
     if not beat.step_seconds:
         return STUCK_FIRST_SECONDS + STUCK_FIRST_SECONDS_PER_TOKEN * beat.busy_tokens
     return max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * beat.step_seconds * max(1, beat.busy_tokens))
-
-
-def coalesced(report: SeatReport) -> SeatReport:
-    """`report` without what changes all the time: two equal ones need no new announcement at once."""
-    return replace(report, resident_bytes=0, sessions=0, step_seconds=0.0, progress=round(report.progress, 1))

@@ -8,7 +8,7 @@ network in one gossip message of at most 64 KiB.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from meshinfer.base.bounds import between, finite, sized
@@ -49,6 +49,11 @@ class SeatReport:
     error: Annotated[str, sized(0, 512)] = ""
     error_code: Annotated[str, sized(0, 32)] = ""
     """failed: the error's class, for those that trying again does not mend (`corrupt_model`)."""
+
+    @property
+    def substance(self) -> SeatReport:
+        """Without what moves all the time: nobody acts on counters, and on progress not by the percent."""
+        return replace(self, resident_bytes=0, sessions=0, step_seconds=0.0, progress=round(self.progress, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,12 @@ class NodeCard:
     def order(self) -> tuple[int, int]:
         """Later cards of the same node compare greater."""
         return (self.incarnation, self.version)
+
+    @property
+    def substance(self) -> NodeCard:
+        """What a reader acts on: without numbers, counters, load and the coordinate, which drifts a little all the time."""
+        seats = tuple(seat.substance for seat in self.seats)
+        return replace(self, incarnation=0, version=0, load=0.0, coordinate=None, seats=seats)
 
     @property
     def slowdown(self) -> float:

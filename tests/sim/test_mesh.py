@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from mesh_room import Room, play, room, simulation
 
 from meshinfer.base.errors import BadInput
-from meshinfer.base.ids import NodeId
+from meshinfer.base.ids import InstanceId, NodeId, PlacementId
 from meshinfer.mesh.announcement import sign
 from meshinfer.mesh.mesh import Mesh
 from meshinfer.testing.cards import node_card
 from meshinfer.testing.network import SimNetwork
+from meshinfer.topology.card import SeatReport
 from meshinfer.wire.codec import encode
 
 NOTICE_SECONDS = 3.0
@@ -239,6 +240,38 @@ async def test_a_node_that_changes_all_the_time_is_held_to_two_a_second(autojump
         await trio.sleep(1)
         card = stage.meshes[second].topology().by_id[first]
         assert card.memory_promised_bytes == 999
+
+
+async def test_a_seat_that_fails_is_told_at_once_in_a_large_mesh_however_long_it_served(
+    autojump_clock, tmp_path: Path
+) -> None:
+    async with room(tmp_path) as stage:
+        first, second = sorted(await stage.gather(2))
+        for index in range(160):
+            far = NodeId(f"far{index:03}")
+            heard = sign(node_card(far), (), lambda payload, far=far: stage.network.seal(far, payload))
+            stage.transports[first].expect_gossip(far, encode(heard.signed), 0)
+        await trio.sleep(1)
+        assert stage.meshes[first].statistics().view.nodes == 162
+
+        seat = SeatReport(InstanceId("1"), 1, PlacementId("p"), 0, "ready")
+        card, transport = stage.cards[first], stage.transports[first]
+        card.update(seats=(seat,))
+        await trio.sleep(1)
+        before = transport.statistics().gossip_sent
+        for beat in range(30):  # the runner's counters, a minute long
+            card.update(seats=(replace(seat, sessions=beat % 7, step_seconds=0.01 * (beat + 1)),))
+            await trio.sleep(2)
+        assert transport.statistics().gossip_sent - before < 10, "counters wait for the next announcement"
+        for beat in range(10):  # news that nobody waits for, until no more of it is told at once
+            card.update(memory_usable_bytes=beat + 1)
+            await trio.sleep(1)
+        card.update(seats=(replace(seat, state="failed"),))
+
+        def is_known() -> bool:
+            return [s.state for s in stage.meshes[second].topology().by_id[first].seats] == ["failed"]
+
+        await stage.wait(is_known, 1.0)
 
 
 async def test_a_mesh_lives_on_without_gossip(autojump_clock, tmp_path: Path) -> None:

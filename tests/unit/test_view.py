@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshinfer.base.errors import ProtocolError
-from meshinfer.base.ids import NodeId
+from meshinfer.base.ids import InstanceId, NodeId, PlacementId
 from meshinfer.mesh.announcement import Heard, check, sign
 from meshinfer.mesh.neighbours import FULL_MESH_NODES
 from meshinfer.mesh.view import Bounds, View, slice_of
 from meshinfer.testing.cards import node_card
+from meshinfer.topology.card import SeatReport
 from meshinfer.topology.link import Link
 from meshinfer.wire.codec import encode
 from meshinfer.wire.messages import Announcement, SignedAnnouncement
@@ -103,6 +104,10 @@ def test_merge_says_what_it_was() -> None:
     assert view.merge(said("a", version=2, load=3.0), 0) == "refreshed", "load is no reason to plan anew"
     assert view.merge(said("a", version=3, memory_promised_bytes=1), 0) == "changed"
     assert view.merge(said("a", version=4, memory_promised_bytes=1, to=("b",)), 0) == "changed"
+    serving = SeatReport(InstanceId("1"), 1, PlacementId("p"), 0, "ready")
+    assert view.merge(said("a", version=5, seats=(serving,)), 0) == "changed"
+    assert view.merge(said("a", version=6, seats=(replace(serving, sessions=3, step_seconds=0.1),)), 0) == "refreshed"
+    assert view.merge(said("a", version=7, seats=(replace(serving, state="failed"),)), 0) == "changed"
     assert view.merge(said("a", version=1), 0) == "stale"
 
 
