@@ -93,8 +93,14 @@ class _Tried:
     """Under which it was asked last."""
     unheard: frozenset[NodeId] = frozenset()
     """Who did not answer."""
+    is_committed: bool = False
+    """Its seats were told to load: what they take the place of is gone, whatever the view says."""
     deletion: Deletion | None = None
     """What a seat's node says of the instance: all that began so early is void."""
+
+
+class _GivenUp(NoRoom):
+    """Nothing could be placed, and on the way some node has given its seat of the epoch before to one that failed."""
 
 
 class _DeletedBefore(Refused):
@@ -143,10 +149,14 @@ class ElectedPlanner:
                 # Nothing was here to be deleted since the request came (this node was started anew after a deletion,
                 # say), so it is not what the request is about: begin above it.
                 return await self._plan_and_make(ask, instance_id, self._seats.next_epoch(instance_id), None)
+            except _GivenUp:
+                raise
             except NoRoom:
-                if old is None or not self._ports.is_usable(old):
-                    raise
-                return _placed(old)  # it serves all but one origin, whose link may come back
+                for now in self._ports.instances():
+                    is_old = old is not None and (now.instance_id, now.epoch) == (old.instance_id, old.epoch)
+                    if is_old and self._ports.is_usable(now):
+                        return _placed(now)  # it serves all but one origin, whose link may come back
+                raise
 
     async def repair(self, instance: Instance) -> None:
         """Make it whole again, if it still is there and still is broken.
@@ -220,12 +230,13 @@ class ElectedPlanner:
         begun_epoch = epoch
         silent: frozenset[NodeId] = frozenset()
         failures: list[str] = []
+        error: type[NoRoom] = NoRoom
         for _ in range(PLANNINGS):
             plans, refusals = candidates(silent)
             if not plans:
                 why = refusals[0].explanation if refusals else "no live node can hold the model"
                 names = ", ".join(sorted(self._name(node) for node in silent))
-                raise NoRoom(
+                raise error(
                     f"{why.removesuffix('.')}. Not counted, since they do not answer: {names[:500]}" if silent else why,
                     do="`meshinfer plan` shows every candidate with its numbers",
                 )
@@ -236,13 +247,14 @@ class ElectedPlanner:
                     self._remember(placed)
                     return placed
                 failures.append(tried.why)
+                error = _GivenUp if tried.is_committed else error
                 epoch = tried.epoch + 1
                 if tried.unheard:
                     silent |= tried.unheard
                     break
             else:
                 break
-        raise NoRoom(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
+        raise error(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
 
     async def _try(self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int) -> _Tried:
         """Lease and commit every seat of it, or none."""
@@ -411,14 +423,14 @@ class ElectedPlanner:
         newest = max((answer.newest_epoch for answer in answers.values()), default=0)
         deleted = [answer.newest_epoch for _, answer in refused if answer.is_deleted]
         deletion = Deletion(instance_id, max(deleted)) if deleted else None
-        return newest, _Tried(why, epoch, frozenset(unheard), deletion)
+        return newest, _Tried(why, epoch, frozenset(unheard), deletion=deletion)
 
     async def _commit_all(self, placed: Placed) -> _Tried:
         ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)
         _, failures = await self._tell_all(placed.placement.node_ids, COMMIT, ref)
         unheard = frozenset(node for node, error in failures.items() if isinstance(error, SILENCE))
         why = "; ".join(f"{self._name(node)}: {error}" for node, error in failures.items())
-        return _Tried(why, placed.epoch, unheard)
+        return _Tried(why, placed.epoch, unheard, is_committed=True)
 
     async def _tell_all(
         self, nodes: Iterable[NodeId], method: str, message: SeatRef | Deletion

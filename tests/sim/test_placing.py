@@ -11,14 +11,14 @@ import pytest
 import trio
 import trio.testing
 
-from meshinfer.base.errors import NoRoom, PeerLost
+from meshinfer.base.errors import NoRoom, PeerLost, Refused
 from meshinfer.base.ids import NodeId
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.elected_planner import PLANNINGS, ElectedPlanner
 from meshinfer.serving.election import elect
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
-from meshinfer.wire.messages import Place
+from meshinfer.wire.messages import COMMIT, Place
 
 
 def simulate(scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
@@ -112,3 +112,22 @@ def test_nodes_that_do_not_answer_are_planned_without_a_few_times_and_named_in_t
             await planner.place(Place(cluster.model.model_id, WORKLOAD, few))
 
     simulate(scenario, 12)
+
+
+@pytest.mark.parametrize("planner_holds", [True, False])
+def test_what_gave_way_to_a_commit_that_failed_is_not_said_to_be_there(planner_holds: bool) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        instance = await one_ready(cluster)
+        (head, far), (other,) = apart(cluster, instance)
+
+        async def lapsed(_peer: NodeId, _payload: bytes) -> bytes:
+            await trio.lowlevel.checkpoint()
+            raise Refused("nothing is leased here")
+
+        other.transport.serve(COMMIT, lapsed)
+        planner = head if planner_holds else far
+        ask = Place(cluster.model.model_id, WORKLOAD, Constraints(), None, (far.node_id,))
+        with pytest.raises(NoRoom, match="nothing is leased here"):
+            await planner.serving.planner.place(ask)
+
+    simulate(scenario, 3)
