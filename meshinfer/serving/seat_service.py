@@ -107,7 +107,7 @@ class SeatService:
         """All and only runners that have been told what to be and are not gone, by what they are now."""
         self._starting: dict[SeatKey, _Starting] = {}
         """All and only seats whose files are being fetched or whose process is being started."""
-        self._spares = Spares(ports.start_runner, self._may_keep_spare)
+        self._spares = Spares(ports.start_runner, self._may_start_spare, self._may_keep_spare)
         self.give_way = GiveWay()
         """For who measures this machine: never while a seat is about to load."""
         self._nursery: trio.Nursery | None = None
@@ -359,14 +359,21 @@ class SeatService:
         if self._nursery is not None:
             self._nursery.start_soon(self._link, held)
 
-    def _may_keep_spare(self) -> bool:
-        """There is memory for a runner beyond what is promised, and nothing loads that it would slow down."""
+    def _may_start_spare(self) -> bool:
+        """There is memory for a runner beyond what is promised, and nothing loads or is about to that it would slow down."""
         card = self._ports.own_card()
         states = {report.state for report in self._ledger.reports()}
-        # A leased seat is about to take it: to end it now would cost that seat the two seconds that it is here to save.
         has_room = card.memory_usable_bytes - self._ledger.promised_bytes >= card.runner_overhead_bytes
-        is_wanted = "leased" in states or (has_room and states <= {"ready", "cut"})
-        return self._ports.settings.spare_runner and is_wanted
+        return self._ports.settings.spare_runner and has_room and states <= {"ready", "cut"}
+
+    def _may_keep_spare(self) -> bool:
+        """One may be started, or a leased seat is about to take it.
+
+        What that promises has the memory of a runner in it; to end the spare now would cost the seat the two seconds
+        that it is here to save.
+        """
+        is_awaited = any(report.state == "leased" for report in self._ledger.reports())
+        return self._may_start_spare() or (self._ports.settings.spare_runner and is_awaited)
 
     async def _heard(self, held: _Held, message: RunnerMessage) -> None:
         if isinstance(message, Heartbeat):

@@ -26,11 +26,15 @@ class Spares:
 
     Args:
         start: makes a fresh runner.
-        may_keep: whether there is memory for one now.
+        may_start: whether there is memory for one now, and no better use of the time.
+        may_keep: whether the one that is there may stay.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[Runner]], may_keep: Callable[[], bool]) -> None:
+    def __init__(
+        self, start: Callable[[], Awaitable[Runner]], may_start: Callable[[], bool], may_keep: Callable[[], bool]
+    ) -> None:
         self._start = start
+        self._may_start = may_start
         self._may_keep = may_keep
         self._spare: Runner | None = None
 
@@ -60,7 +64,7 @@ class Spares:
             self._spare = None
             log.debug("the spare runner ends: %s", "its memory is promised" if spare.is_alive else "it has died")
             await spare.stop()
-        elif spare is None and self._may_keep():
+        elif spare is None and self._may_start():
             try:
                 started = await self._start()
             except OSError as error:

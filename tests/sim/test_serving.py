@@ -190,24 +190,43 @@ def test_a_planner_that_dies_leaves_nothing_behind(seed: int) -> None:
     simulate(scenario, seed, count=4)
 
 
+async def lease_a_seat(cluster: Cluster, node: SimNode) -> SeatRef:
+    preview = await node.serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
+    plan = next(plan for plan in preview.plans if node.node_id in plan.placement.node_ids)
+    index = plan.placement.node_ids.index(node.node_id)
+    instance_id = instance_id_for(cluster.model.model_id, 0)
+    asked = Lease(instance_id, 1, plan.placement, index, plan.memory[index].need_bytes)
+    assert (await node.serving.seats.lease(asked)).granted
+    return SeatRef(instance_id, 1, plan.placement.placement_id)
+
+
 @given(seeds)
 @few
 def test_a_spare_process_waits_for_the_seat_that_is_leased(seed: int) -> None:
     async def scenario(cluster: Cluster) -> None:
         node = cluster.nodes[0]
-        preview = await node.serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
-        plan = next(plan for plan in preview.plans if node.node_id in plan.placement.node_ids)
-        index = plan.placement.node_ids.index(node.node_id)
         await cluster.until(lambda: len(cluster.fabric.processes_of(node.node_id)) == 1)
         (spare,) = cluster.fabric.processes_of(node.node_id)
-        instance_id = instance_id_for(cluster.model.model_id, 0)
-        asked = Lease(instance_id, 1, plan.placement, index, plan.memory[index].need_bytes)
-        assert (await node.serving.seats.lease(asked)).granted
+        leased = await lease_a_seat(cluster, node)
         await trio.sleep(LOOK_SECONDS * 3)  # a planner may be slow with its commit
-        await node.serving.seats.commit(SeatRef(instance_id, 1, plan.placement.placement_id))
+        await node.serving.seats.commit(leased)
         await cluster.until(lambda: spare.seat is not None)
 
     simulate(scenario, seed)
+
+
+def test_no_spare_process_is_started_beside_a_seat_that_is_leased() -> None:
+    """The lease may have promised all the memory that there is."""
+
+    async def scenario(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        await cluster.until(lambda: len(cluster.fabric.processes_of(node.node_id)) == 1)
+        cluster.fabric.processes_of(node.node_id)[0].die("killed by the kernel")
+        await lease_a_seat(cluster, node)
+        await trio.sleep(LOOK_SECONDS * 3)
+        assert cluster.fabric.processes_of(node.node_id) == []
+
+    simulate(scenario, seed=1)
 
 
 @given(seeds)
