@@ -90,7 +90,7 @@ class _Tried:
     why: str
     """It failed; empty: it did not."""
     epoch: int
-    """Under which it was asked last."""
+    """Under which it was asked last, or a newer one that a seat has seen."""
     unheard: frozenset[NodeId] = frozenset()
     """Who did not answer."""
     is_committed: bool = False
@@ -277,8 +277,8 @@ class ElectedPlanner:
             if tried.deletion is not None:
                 await self._seats.delete(tried.deletion)  # now this node knows, and so does whoever asks next
                 raise _DeletedBefore(what, do="ask again")
-            if not newest:
-                break
+            if tried.unheard or not newest:  # to ask again who is silent costs a call's whole deadline each time
+                return replace(tried, epoch=max(epoch, newest))
             epoch = max(epoch, newest) + 1
         return tried
 

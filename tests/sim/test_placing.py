@@ -11,14 +11,15 @@ import pytest
 import trio
 import trio.testing
 
-from meshinfer.base.errors import NoRoom, PeerLost, Refused
+from meshinfer.base.errors import DeadlineExceeded, NoRoom, PeerLost, Refused
 from meshinfer.base.ids import NodeId
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.elected_planner import PLANNINGS, ElectedPlanner
 from meshinfer.serving.election import elect
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
-from meshinfer.wire.messages import COMMIT, Place
+from meshinfer.wire.codec import decode, encode
+from meshinfer.wire.messages import COMMIT, LEASE, Lease, LeaseAnswer, Place
 
 
 def simulate(scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
@@ -129,5 +130,28 @@ def test_what_gave_way_to_a_commit_that_failed_is_not_said_to_be_there(planner_h
         ask = Place(cluster.model.model_id, WORKLOAD, Constraints(), None, (far.node_id,))
         with pytest.raises(NoRoom, match="nothing is leased here"):
             await planner.serving.planner.place(ask)
+
+    simulate(scenario, 3)
+
+
+def test_a_silent_seat_is_asked_once_though_another_says_that_the_epoch_is_stale() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node, silent, *_ = cluster.nodes
+        epochs: list[tuple[NodeId, int]] = []
+
+        async def call(peer: NodeId, method: str, payload: bytes, timeout_seconds: float) -> bytes:
+            if method != LEASE:
+                return await node.serving.ports.call(peer, method, payload, timeout_seconds)
+            epochs.append((peer, decode(Lease, payload).epoch))
+            await trio.lowlevel.checkpoint()
+            if peer == silent.node_id:
+                raise DeadlineExceeded("no answer")
+            return encode(LeaseAnswer(granted=False, newest_epoch=9, why="stale"))
+
+        planner = ElectedPlanner(replace(node.serving.ports, call=call), node.serving.seats)
+        others = Constraints(exclude=(node.node_id,))
+        with pytest.raises(NoRoom, match="do not answer: node1"):
+            await planner.place(Place(cluster.model.model_id, WORKLOAD, others))
+        assert sorted(epochs) == [("node1", 1), ("node2", 1)]
 
     simulate(scenario, 3)
