@@ -80,6 +80,8 @@ ANNOUNCE_SECONDS = 5.0
 @dataclass(frozen=True, slots=True)
 class _JustPlaced:
     placed: Placed
+    begun_epoch: int
+    """The first that its placing tried: a deletion may be of an epoch between that and the last."""
     until: float
 
 
@@ -244,7 +246,7 @@ class ElectedPlanner:
                 tried = await self._try(instance_id, epoch, candidate, begun_epoch)
                 if tried.why == "":
                     placed = Placed(instance_id, tried.epoch, candidate.placement, tuple(refusals[:64]))
-                    self._remember(placed)
+                    self._remember(placed, begun_epoch)
                     return placed
                 failures.append(tried.why)
                 error = _GivenUp if tried.is_committed else error
@@ -379,7 +381,7 @@ class ElectedPlanner:
             placement = just.placed.placement
             is_live = set(placement.node_ids) <= set(self._ports.topology().by_id)
             wanted = placement.model_id == ask.model_id and _answers(placement, ask)
-            is_deleted = self._seats.is_deleted(just.placed.instance_id, just.placed.epoch)
+            is_deleted = self._seats.is_deleted(just.placed.instance_id, just.begun_epoch)
             if wanted and is_live and not is_deleted and just.placed.instance_id not in seen:
                 return just.placed
         return None
@@ -472,8 +474,9 @@ class ElectedPlanner:
         del peer
         return encode(await self.place(decode(Place, payload)))
 
-    def _remember(self, placed: Placed) -> None:
-        self._just_placed[placed.instance_id] = _JustPlaced(placed, trio.current_time() + ANNOUNCE_SECONDS)
+    def _remember(self, placed: Placed, begun_epoch: int) -> None:
+        until = trio.current_time() + ANNOUNCE_SECONDS
+        self._just_placed[placed.instance_id] = _JustPlaced(placed, begun_epoch, until)
 
     def _name(self, node: NodeId) -> str:
         card = self._ports.topology().by_id.get(node)

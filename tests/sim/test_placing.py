@@ -12,14 +12,14 @@ import trio
 import trio.testing
 
 from meshinfer.base.errors import DeadlineExceeded, NoRoom, PeerLost, Refused
-from meshinfer.base.ids import NodeId
+from meshinfer.base.ids import NodeId, PlacementId, instance_id_for
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.elected_planner import PLANNINGS, ElectedPlanner
 from meshinfer.serving.election import elect
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.wire.codec import decode, encode
-from meshinfer.wire.messages import COMMIT, LEASE, Lease, LeaseAnswer, Place
+from meshinfer.wire.messages import COMMIT, LEASE, Deletion, Lease, LeaseAnswer, Place, SeatRef
 
 
 def simulate(scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
@@ -153,5 +153,23 @@ def test_a_silent_seat_is_asked_once_though_another_says_that_the_epoch_is_stale
         with pytest.raises(NoRoom, match="do not answer: node1"):
             await planner.place(Place(cluster.model.model_id, WORKLOAD, others))
         assert sorted(epochs) == [("node1", 1), ("node2", 1)]
+
+    simulate(scenario, 3)
+
+
+def test_what_was_just_placed_and_is_deleted_is_placed_anew() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        instance_id = instance_id_for(cluster.model.model_id, 0)
+        ask = Place(cluster.model.model_id, WORKLOAD, Constraints(exclude=(node.node_id,)))
+        for other in cluster.nodes[1:]:  # they have seen epochs of which the planner knows nothing
+            await other.serving.seats.release(SeatRef(instance_id, 5, PlacementId("c" * 16)))
+        placed = await node.serving.planner.place(ask)
+        assert placed.epoch == 6
+        for each in cluster.nodes:  # by somebody whose view shows what was there before
+            await each.serving.seats.delete(Deletion(instance_id, 3))
+        again = await node.serving.planner.place(ask)
+        assert again.epoch > placed.epoch
+        await cluster.until(lambda: [i.state for i in node.instances()] == ["ready"])
 
     simulate(scenario, 3)
