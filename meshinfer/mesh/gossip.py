@@ -77,8 +77,8 @@ PULLS_WAITING = 64
 ANSWER_BYTES = MAX_CALL_BYTES - 16 * 1024
 """Of announcements in one answer; the rest is for the envelope."""
 MAX_ANNOUNCED_LINKS = 40
-"""Twice those that a node wants or that want it, and the 16 that planners may ask for. More would only be connections
-from a smaller mesh's time; 250 bytes each, to everyone, each period."""
+"""The 16 that planners may have asked for, which come first, and twice those that a node wants or that want it. More would
+only be connections from a smaller mesh's time; 250 bytes each, to everyone, each period."""
 MAX_ANNOUNCED_SUSPECTS = 32
 """Who suspects more has lost its own network."""
 OVERHEAD_BYTES = 64
@@ -108,6 +108,7 @@ class Gossip:
         view: View,
         *,
         links: Callable[[], tuple[Link, ...]],
+        asked_for: Callable[[], Collection[NodeId]],
         suspects: Callable[[], tuple[tuple[NodeId, int], ...]],
         neighbours: Callable[[], Collection[NodeId]],
         on_merge: Callable[[Heard, MergeResult], None],
@@ -119,13 +120,14 @@ class Gossip:
             own_card: what to announce.
             view: what has been heard; written here only.
             links: this node's outgoing links, to announce with the card.
+            asked_for: those of their targets that planners count on; few.
             suspects: whom this node does not reach, likewise.
             neighbours: those that may be asked now: connected and alive.
             on_merge: called with each announcement that was taken in, our own included, and what it was.
             rng: picks whom to ask.
         """
         self._transport, self._own_card, self._view = transport, own_card, view
-        self._links, self._suspects = links, suspects
+        self._links, self._asked_for, self._suspects = links, asked_for, suspects
         self._neighbours, self._on_merge, self._rng = neighbours, on_merge, rng
         self._wanted = Changes()
         self._soon, self._urgent = trio.Event(), trio.Event()
@@ -206,7 +208,8 @@ class Gossip:
         """As many of `links` as an announcement has room for, in their order."""
         if len(links) <= MAX_ANNOUNCED_LINKS:
             return links
-        kept = most_wanted(self._transport.node_id, [link.target for link in links], MAX_ANNOUNCED_LINKS)
+        targets = [link.target for link in links]
+        kept = most_wanted(self._transport.node_id, targets, MAX_ANNOUNCED_LINKS, self._asked_for())
         return tuple(link for link in links if link.target in kept)
 
     def statistics(self) -> GossipStatistics:

@@ -244,10 +244,11 @@ class LinkProber:
     def want(self, pairs: Iterable[tuple[NodeId, NodeId]]) -> None:
         """A planner's candidates go over these links: see to it that they are measured soon, here or elsewhere."""
         known, now = self._topology().link_between, trio.current_time()
-        by_source: dict[NodeId, list[NodeId]] = {}
-        for source, target in pairs:
-            if source != target and (source, target) not in known and (target, source) not in known:
-                by_source.setdefault(source, []).append(target)
+        by_source: dict[NodeId, set[NodeId]] = {}
+        for one, other in pairs:
+            for source, target in ((one, other), (other, one)):  # each tells its own direction
+                if source != target and (source, target) not in known:
+                    by_source.setdefault(source, set()).add(target)
         for source, targets in sorted(by_source.items()):
             if source == self._own:
                 self._want_here(targets, now)
@@ -255,6 +256,10 @@ class LinkProber:
                 self._asked = {node: at for node, at in self._asked.items() if now - at < WANTED_APART_SECONDS}
                 self._asked[source] = now
                 self._nursery.start_soon(self._ask_to_measure, source, tuple(sorted(targets)[:MAX_WANTED]))
+
+    def asked_for(self) -> Collection[NodeId]:
+        """Whom planners wanted links to, here; the last ones, at most `MAX_WANTED`."""
+        return self._wanted.keys()
 
     def statistics(self) -> LinkProberStatistics:
         measured = sum(edge.current.rtt.value > 0 for edge in self._edges.values())
@@ -516,14 +521,16 @@ class LinkProber:
     # --- far pairs ------------------------------------------------------------------------------
 
     def _want_here(self, targets: Iterable[NodeId], now: float) -> None:
-        """Connect to them; that makes them neighbours, and whoever has the lower id probes."""
+        """Connect to them; that makes them neighbours, whoever has the lower id probes, and both tell of it."""
         connected = self._transport.peers()
         for target in sorted(targets):
             is_new = target not in self._wanted
             self._wanted[target] = now
             self._wanted.move_to_end(target)
             has_room = len(connected) < FULL_MESH_NODES + MAX_WANTED
-            if is_new and target not in connected and has_room and target in self._topology().by_id:
+            if is_new and target in connected:
+                self._on_change()  # one of many links of this node: from now on it is among those that are told
+            elif is_new and has_room and target in self._topology().by_id:
                 self._dial(target)
         while len(self._wanted) > MAX_WANTED:
             self._wanted.popitem(last=False)

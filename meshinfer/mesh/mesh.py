@@ -178,6 +178,7 @@ class Mesh:
             own_card,
             self._view,
             links=self._own_links,
+            asked_for=lambda: self._links.asked_for() if self._links else (),
             suspects=lambda: self._membership.suspects(trio.current_time()),
             neighbours=lambda: self._membership.vouched() & transport.peers(),
             on_merge=self._on_merge,

@@ -66,13 +66,16 @@ def wanted(
     return Wanted(tuple(others[: farthest + 1]), tuple(strangers), STRANGERS_WHEN_CONTENT)
 
 
-def most_wanted(own: NodeId, nodes: Collection[NodeId], limit: int) -> frozenset[NodeId]:
-    """Those `limit` of `nodes` with whom this node weighs least: all whom it wants and who want it are among them.
+def most_wanted(
+    own: NodeId, nodes: Collection[NodeId], limit: int, first: Collection[NodeId] = ()
+) -> frozenset[NodeId]:
+    """Those `limit` of `nodes` that are in `first`, or else with whom this node weighs least: all whom it wants and who
+    want it are among them as long as `first` leaves room for two dozen.
 
     A node has more connections than anybody wants where it was there before the mesh was large, or many started at
     once; links to those can go untold, but a node to which nobody tells a link would be taken for gone.
     """
-    return frozenset(sorted(nodes, key=lambda node: _weight(own, node))[:limit])
+    return frozenset(sorted(nodes, key=lambda node: (node not in first, _weight(own, node)))[:limit])
 
 
 @functools.lru_cache(maxsize=MAX_WEIGHED)

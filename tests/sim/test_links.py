@@ -18,10 +18,13 @@ from trio.testing import MockClock
 
 from meshinfer.base.ids import NodeId
 from meshinfer.config import PROBE_BYTES_PER_HOUR
+from meshinfer.mesh.announcement import sign
+from meshinfer.mesh.gossip import MAX_ANNOUNCED_LINKS, Gossip
 from meshinfer.mesh.link_plan import BURSTS_SECONDS
-from meshinfer.mesh.link_probe import LinkProber
-from meshinfer.mesh.neighbours import wanted
+from meshinfer.mesh.link_probe import MAX_WANTED, LinkProber
+from meshinfer.mesh.neighbours import most_wanted, wanted
 from meshinfer.mesh.own_card import OwnCard
+from meshinfer.mesh.view import View
 from meshinfer.testing.cards import node_card
 from meshinfer.testing.network import SimNetwork, SimTransport
 from meshinfer.testing.phantoms import asymmetric_uplinks, forty_sites
@@ -391,11 +394,12 @@ def test_far_pairs_are_estimated_and_measured_when_a_plan_wants_them(tmp_path: P
         pairs = [pair for pair in far if own not in pair][:2] + [pair for pair in far if pair[0] == own][:2]
         alone.probers[own].want(pairs)
         await trio.sleep(15)
-        for source, target in pairs:
+        for source, target in (*pairs, *((target, source) for source, target in pairs)):
             link = alone.now().link_between.get((source, target))
             assert link is not None
             assert not link.estimated
             assert link.channel_rtt_seconds > 0
+            assert target in alone.probers[source].asked_for(), "it tells that link, however many it has"
         for prober in alone.probers.values():
             prober.want(far)  # whatever a planner asks for
         await trio.sleep(5)
@@ -406,6 +410,33 @@ def test_far_pairs_are_estimated_and_measured_when_a_plan_wants_them(tmp_path: P
     probe_alone(lambda one, other, _host: real(one, other), 28, tale, tmp_path)
     off.sort()
     assert off[len(off) // 2] < 0.35
+
+
+async def test_of_too_many_links_those_that_planners_count_on_are_told(autojump_clock, tmp_path: Path) -> None:
+    network = SimNetwork(random.Random(1))
+    transport = network.add("n000")
+    others = [NodeId(f"n{index:03}") for index in range(1, 1 + 2 * MAX_ANNOUNCED_LINKS)]
+    asked_for = set(others) - most_wanted(transport.node_id, others, len(others) - MAX_WANTED)  # the heaviest
+    card = OwnCard(node_card(transport.node_id), tmp_path)
+    view = View(sign(card.card, (), transport.sign))
+    gossip = Gossip(
+        transport,
+        card,
+        view,
+        links=lambda: tuple(Link(transport.node_id, other, 1e-3) for other in others),
+        asked_for=lambda: asked_for,
+        suspects=tuple,
+        neighbours=tuple,
+        on_merge=lambda _heard, _result: None,
+        rng=network.rng,
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(transport.run)
+        await gossip.publish()
+        nursery.cancel_scope.cancel()
+    told = {link.target for link in view.own.links}
+    assert len(told) == MAX_ANNOUNCED_LINKS
+    assert asked_for <= told
 
 
 def test_the_cost_of_a_node_does_not_grow_with_the_mesh(tmp_path: Path) -> None:

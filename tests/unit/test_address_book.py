@@ -16,6 +16,7 @@ from meshinfer.mesh.address_book import MAX_NODES, AddressBook
 from meshinfer.mesh.addresses import nearness, worth_dialling
 from meshinfer.mesh.dial_plan import COURTESY_SECONDS, MAX_WAIT_SECONDS, OLD_WAIT_SECONDS, Dial, DialPlan
 from meshinfer.mesh.gossip import MAX_ANNOUNCED_LINKS
+from meshinfer.mesh.link_probe import MAX_WANTED
 from meshinfer.mesh.neighbours import FULL_MESH_NODES, NEIGHBOURS, Wanted, most_wanted, wanted
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.mesh.prober import LinkEstimate
@@ -300,8 +301,11 @@ def test_a_link_is_smoothed_and_steady() -> None:
 
 def test_a_bounded_announcement_leaves_nobody_without_a_link_that_others_tell() -> None:
     nodes = [NodeId(f"n{index:03}") for index in range(300)]
-    told = {node: most_wanted(node, [other for other in nodes if other != node], MAX_ANNOUNCED_LINKS) for node in nodes}
+    others = {node: [other for other in nodes if other != node] for node in nodes}
+    asked_for = {node: set(random.Random(node).sample(others[node], MAX_WANTED)) for node in nodes}
+    told = {node: most_wanted(node, others[node], MAX_ANNOUNCED_LINKS, asked_for[node]) for node in nodes}
     for node in nodes:
         wishes = wanted(node, nodes, (), ()).neighbours
         assert set(wishes) <= told[node]
+        assert asked_for[node] <= told[node], "planners count on them"
         assert all(node in told[other] for other in wishes), "each of them tells of it"

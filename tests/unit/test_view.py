@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from meshinfer.base.errors import ProtocolError
 from meshinfer.base.ids import InstanceId, NodeId, PlacementId
 from meshinfer.mesh.announcement import Heard, check, sign
+from meshinfer.mesh.gossip import MAX_ANNOUNCED_LINKS, MAX_ANNOUNCED_SUSPECTS
 from meshinfer.mesh.neighbours import FULL_MESH_NODES
+from meshinfer.mesh.own_card import MAX_CARD_BYTES
 from meshinfer.mesh.view import Bounds, View, slice_of
 from meshinfer.testing.cards import node_card
 from meshinfer.topology.card import SeatReport
 from meshinfer.topology.link import Link
+from meshinfer.transport.base import MAX_GOSSIP_BYTES
 from meshinfer.wire.codec import encode
 from meshinfer.wire.messages import Announcement, SignedAnnouncement
 
@@ -204,3 +207,16 @@ def test_only_what_the_author_signed_of_itself_is_believed() -> None:
 def test_garbage_that_someone_signed_is_refused_politely(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         check(SignedAnnouncement(NodeId("a"), payload, seal(payload)), verify)
+
+
+def test_the_fullest_announcement_fits() -> None:
+    nodes = [NodeId(f"12D3KooW{index:044}") for index in range(MAX_ANNOUNCED_LINKS + 1)]
+    own, *others = nodes
+    third = 1 / 3  # with as many digits as any measurement
+    links = tuple(
+        Link(own, other, third, third, 1e8 * third, third, third, third, third, degraded=True) for other in others
+    )
+    suspects = tuple((other, 2**40) for other in others[:MAX_ANNOUNCED_SUSPECTS])
+    card = node_card(own)
+    beside_the_card = len(encode(sign(card, links, seal, suspects).signed)) - len(encode(card))
+    assert MAX_CARD_BYTES + beside_the_card <= MAX_GOSSIP_BYTES
