@@ -30,6 +30,7 @@ from meshinfer.planning.plan import Plan, Preview, Refusal
 from meshinfer.planning.planner import plan, validate_placement
 from meshinfer.planning.repair import repairs
 from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.serving.election import elect
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.seat_service import SeatService
 from meshinfer.serving.view import Instance
@@ -191,11 +192,15 @@ class ElectedPlanner:
     async def delete(self, instance: Instance) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
         """Free it on every node: bytes freed by each that held some, and which of its nodes did not confirm.
 
-        Every node is told, since a repair that is under way may have leases on any.
+        Every node with a connection is told, since a repair that is under way may have leases on any. To connect to a
+        thousand others for that would be out of proportion: who repairs is told, and gives up what it has leased.
         """
         deletion = Deletion(instance.instance_id, instance.epoch)
         holders = set(instance.placement.node_ids)
-        freed, unconfirmed = await self._tell_all(holders | self._ports.topology().by_id.keys(), DELETE, deletion)
+        live = self._ports.topology().by_id.keys()
+        near = live & {self._ports.node_id, *self._ports.transport.peers()}
+        repairer = elect(instance.placement.model_id, live)[:1]
+        freed, unconfirmed = await self._tell_all(holders.union(near, repairer), DELETE, deletion)
         self._just_placed.pop(instance.instance_id, None)
         return {node: size for node, size in freed.items() if size or node in holders}, tuple(
             node for node in unconfirmed if node in holders
@@ -266,7 +271,7 @@ class ElectedPlanner:
             newest, tried = await self._lease_all(instance_id, epoch, candidate, begun_epoch)
             if not tried.why:
                 tried = await self._commit_all(Placed(instance_id, epoch, placement))
-            if not tried.why:
+            if not tried.why and not self._seats.is_deleted(instance_id, begun_epoch):
                 where = ", ".join(self._name(node) for node in placement.node_ids)
                 log.info("instance %s epoch %d is placed on %s", instance_id, epoch, where)
                 return tried

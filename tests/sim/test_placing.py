@@ -89,6 +89,11 @@ def test_in_a_large_mesh_seats_and_origins_need_no_connection_beforehand() -> No
         assert near.isdisjoint(placed.placement.node_ids)
         await cluster.until(lambda: [i.state for i in node.instances()] == ["ready"])
         assert len(await cluster.ask(node, cluster.request((1,), tokens=3))) == 3
+        near = node.transport.peers()
+        freed, unconfirmed = await node.serving.placer.delete(placed.instance_id)
+        assert (set(freed), unconfirmed) == (set(placed.placement.node_ids), ())
+        repairer = elect(cluster.model.model_id, [each.node_id for each in cluster.nodes])[0]
+        assert node.transport.peers() <= near | {repairer}, "who has nothing of it is not connected to for that"
 
     simulate(scenario, 20)
 
@@ -171,5 +176,23 @@ def test_what_was_just_placed_and_is_deleted_is_placed_anew() -> None:
         again = await node.serving.planner.place(ask)
         assert again.epoch > placed.epoch
         await cluster.until(lambda: [i.state for i in node.instances()] == ["ready"])
+
+    simulate(scenario, 3)
+
+
+def test_a_deletion_that_only_the_planner_hears_of_ends_its_placing() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        instance_id = instance_id_for(cluster.model.model_id, 0)
+
+        async def call(peer: NodeId, method: str, payload: bytes, timeout_seconds: float) -> bytes:
+            if method == COMMIT:
+                await node.serving.seats.delete(Deletion(instance_id, 1))
+            return await node.serving.ports.call(peer, method, payload, timeout_seconds)
+
+        planner = ElectedPlanner(replace(node.serving.ports, call=call), node.serving.seats)
+        with pytest.raises(Refused, match="was deleted while"):
+            await planner.place(Place(cluster.model.model_id, WORKLOAD, Constraints(exclude=(node.node_id,))))
+        assert [each.serving.ports.own_card().seats for each in cluster.nodes] == [(), (), ()]
 
     simulate(scenario, 3)
