@@ -150,7 +150,7 @@ class Placer:
 
     async def place(self, ask: Place) -> Placed:
         """Have the elected planner place it; the next in order where one does not answer."""
-        order = elect(ask.model_id, self._ports.topology().by_id.keys() - self._ports.doubtful())
+        order = elect(ask.model_id, self._within_reach())
         for planner in order:
             if planner == self._ports.node_id:
                 # In its turn and no later: whoever comes after it would ask it, and two would plan at once.
@@ -160,6 +160,10 @@ class Placer:
             except (PeerLost, DeadlineExceeded) as error:
                 log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
         return await self._planner.place(ask)
+
+    def _within_reach(self) -> set[NodeId]:
+        """Who can be asked to plan."""
+        return self._ports.topology().by_id.keys() - self._ports.doubtful() - self._ports.out_of_reach()
 
     async def _call_planner(self, planner: NodeId, ask: bytes) -> bytes:
         """Its answer; PeerLost as soon as it falls silent, which is long before the call's own deadline."""
@@ -175,7 +179,7 @@ class Placer:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(call, nursery.cancel_scope)
-            while planner in self._ports.topology().by_id.keys() - self._ports.doubtful():  # noqa: ASYNC110 - silence is no event
+            while planner in self._within_reach():  # noqa: ASYNC110 - silence is no event
                 await trio.sleep(LOOK_SECONDS)
             nursery.cancel_scope.cancel()
         if answer:

@@ -191,6 +191,7 @@ class Sessions:
                 await trio.sleep(RETRY_SECONDS)
                 with trio.move_on_after(SIGN_SECONDS):
                     await watch.changed()
+                avoid = self._ports.out_of_reach()
             except PeerLost as error:
                 # Anything else is the request's own, and would come again.
                 resumed = True

@@ -12,10 +12,13 @@ import trio
 import trio.testing
 
 from meshinfer.base.errors import DeadlineExceeded, NoRoom, PeerLost, Refused
-from meshinfer.base.ids import NodeId, PlacementId, instance_id_for
-from meshinfer.planning.workload import Constraints
+from meshinfer.base.ids import ModelId, NodeId, PlacementId, instance_id_for
+from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.elected_planner import PLANNINGS, ElectedPlanner
 from meshinfer.serving.election import elect
+from meshinfer.serving.placing import Placer
+from meshinfer.serving.requests import Waiting
+from meshinfer.serving.sessions import Sessions
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.wire.codec import decode, encode
@@ -194,5 +197,60 @@ def test_a_deletion_that_only_the_planner_hears_of_ends_its_placing() -> None:
         with pytest.raises(Refused, match="was deleted while"):
             await planner.place(Place(cluster.model.model_id, WORKLOAD, Constraints(exclude=(node.node_id,))))
         assert [each.serving.ports.own_card().seats for each in cluster.nodes] == [(), (), ()]
+
+    simulate(scenario, 3)
+
+
+def test_a_planner_that_this_origin_does_not_reach_is_passed_over_unasked() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        order = elect(cluster.model.model_id, [each.node_id for each in cluster.nodes])
+        node = next(each for each in cluster.nodes if each.node_id == order[2])
+        asked: list[NodeId] = []
+
+        async def call(peer: NodeId, method: str, payload: bytes, timeout_seconds: float) -> bytes:
+            asked.append(peer)
+            return await node.serving.ports.call(peer, method, payload, timeout_seconds)
+
+        ports = replace(node.serving.ports, call=call, out_of_reach=lambda: frozenset({order[0]}))
+        await Placer(ports, node.serving.planner).place(Place(cluster.model.model_id, WORKLOAD, Constraints()))
+        assert asked == [order[1]]
+
+    simulate(scenario, 3)
+
+
+def test_an_answer_that_waits_for_room_takes_back_a_node_that_is_reached_again() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        node, far, _ = cluster.nodes
+        out_of_reach = frozenset({far.node_id})
+        avoided: list[frozenset[NodeId]] = []
+
+        class Troubled(Placer):
+            """A neighbour is lost, there is no room without it, and then it is back."""
+
+            async def ready_instance(
+                self,
+                model_id: ModelId,
+                workload: Workload,
+                waiting: Callable[[Waiting], None],
+                avoid: frozenset[NodeId] = frozenset(),
+            ) -> Instance:
+                nonlocal out_of_reach
+                avoided.append(avoid)
+                if len(avoided) == 1:
+                    raise PeerLost("a channel broke")
+                if len(avoided) == 2:
+                    out_of_reach = frozenset[NodeId]()
+                    raise NoRoom("without it")
+                return await super().ready_instance(model_id, workload, waiting, avoid)
+
+        ports = replace(node.serving.ports, out_of_reach=lambda: out_of_reach)
+        sessions = Sessions(ports, Troubled(ports, node.serving.planner), node.serving.links)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sessions.run)
+            troubled = replace(node, serving=node.serving._replace(sessions=sessions))
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(await cluster.ask(troubled, cluster.request((1,), tokens=3))) == 3
+            nursery.cancel_scope.cancel()
+        assert avoided == [frozenset(), frozenset({far.node_id}), frozenset()]
 
     simulate(scenario, 3)
