@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mesh_room import Room, play, room, simulation
 
-from meshinfer.base.errors import BadInput
+from meshinfer.base.errors import BadInput, PeerLost
 from meshinfer.base.ids import InstanceId, NodeId, PlacementId
 from meshinfer.mesh.announcement import sign
 from meshinfer.mesh.mesh import Mesh
@@ -359,6 +359,36 @@ async def test_neighbours_are_bounded_in_a_large_mesh(autojump_clock, tmp_path: 
         degree = {node: len(transport.peers()) for node, transport in stage.transports.items()}
         assert min(degree.values()) >= 8
         assert degree[late[-1].node_id] < 20, degree
+
+
+async def test_whoever_is_called_in_a_large_mesh_is_connected_to_first(autojump_clock, tmp_path: Path) -> None:
+    async def echo(_caller: NodeId, payload: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return payload
+
+    network = SimNetwork()
+    async with room(tmp_path, network) as stage:
+        await stage.gather(16)
+        late = [await stage.start(f"late{index}") for index in range(4)][-1]
+        everyone = set(stage.meshes)
+        await stage.wait(lambda: stage.all_see(everyone), 10)
+        await trio.sleep(1)
+        transport = stage.transports[late.node_id]
+        far, gone, *_ = sorted(everyone - transport.peers() - {late.node_id})
+        stage.transports[far].serve("echo/1", echo)
+        answers: list[bytes] = []
+
+        async def call() -> None:
+            answers.append(await late.call(far, "echo/1", b"hello", 1.0))
+
+        async with trio.open_nursery() as nursery:  # whoever comes while another dials waits for that
+            nursery.start_soon(call)
+            nursery.start_soon(call)
+        assert answers == [b"hello"] * 2
+        network.kill(gone)
+        assert gone in late.topology().by_id
+        with pytest.raises(PeerLost, match="not connected"):
+            await late.call(gone, "echo/1", b"hello", 1.0)
 
 
 async def test_cancelling_leaves_nothing_behind(autojump_clock, tmp_path: Path) -> None:
