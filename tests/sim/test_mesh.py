@@ -26,7 +26,7 @@ from meshinfer.topology.card import SeatReport
 from meshinfer.wire.codec import encode
 
 NOTICE_SECONDS = 3.0
-"""Promised to all: after this, the dead are in no topology."""
+"""Promised of whoever answered quickly until then: after this, the dead are in no topology."""
 TWO_PERIODS_SECONDS = 4.0
 
 
