@@ -48,7 +48,8 @@ from typing import Any
 import httpx
 import platformdirs
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "e2e"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
 from mesh import MODEL, room
 
@@ -171,8 +172,8 @@ class Client:
         return Run(**self._run("stream", self.url, str(words), str(tokens)))
 
     def _run(self, *arguments: str) -> Any:
-        command = [*self._prefix, sys.executable, __file__, "--client", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * READY_SECONDS, check=False)
+        command = [*self._prefix, sys.executable, "-m", "bench.prediction", "--client", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=2 * READY_SECONDS, check=False)
         if done.returncode:
             raise RuntimeError(f"{arguments}: {done.stderr[-2000:]}")
         return json.loads(done.stdout.splitlines()[-1])
@@ -414,6 +415,8 @@ def main() -> None:
                     print(row(each), flush=True)
             except RuntimeError as error:  # the rest is worth knowing all the same
                 print(f"  ended early: {error}", flush=True)
+    if not cases:
+        sys.exit("no case came to its end")
     errors = {
         "TTFT": [abs(each.ttft_error) for each in cases],
         "tokens/s": [abs(each.rate_error) for each in cases],
