@@ -48,8 +48,7 @@ from typing import Any
 import httpx
 import platformdirs
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "e2e"))
 
 from mesh import MODEL, room
 
@@ -61,6 +60,7 @@ from meshinfer.serving.text import TextModel
 from meshinfer.testing.agent_process import ending, first_line
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 
+ROOT = Path(__file__).resolve().parent.parent
 WORDS = "The laptops in the room keep what they know of each other in small cards and measure the way between them. "
 MEASURED_SECONDS = 240.0
 """For the machines to be probed (when idle) and the links (a burst each)."""
