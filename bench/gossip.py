@@ -76,15 +76,15 @@ class Counted:
     """Link probes: the calls that arrange them, and what crossed their channels."""
 
     @classmethod
-    def now(cls, network: SimNetwork, probes: SimProbes, nodes: Collection[NodeId] = ()) -> Counted:
-        """At `nodes`; empty: at all."""
+    def now(cls, network: SimNetwork, probes: SimProbes, nodes: Collection[NodeId]) -> Counted:
+        """At `nodes`."""
 
         def total(counts: dict[tuple[NodeId, str], int], *kinds: str) -> int:
-            return sum(n for (node, kind), n in counts.items() if kind in kinds and (not nodes or node in nodes))
+            return sum(n for (node, kind), n in counts.items() if kind in kinds and node in nodes)
 
         calls = {kind for _, kind in network.received_bytes if kind.startswith("link")}
         # Each byte of a probe counts at both ends, one way or the other.
-        spent = sum(door.spent_bytes for node, door in probes.doors.items() if not nodes or node in nodes) // 2
+        spent = sum(door.spent_bytes for node, door in probes.doors.items() if node in nodes) // 2
         return cls(
             total(network.received_bytes, GOSSIP),
             total(network.received_messages, GOSSIP),
@@ -102,6 +102,24 @@ class Counted:
         }
 
 
+async def _steady_cost(
+    network: SimNetwork, probes: SimProbes, nodes: Collection[NodeId], settle_seconds: float, seconds: float
+) -> dict[str, Any]:
+    """Of each of `nodes`, who know all by now: what that took, and what `seconds` cost after `settle_seconds`."""
+    joined = Counted.now(network, probes, nodes)
+    await trio.sleep(settle_seconds)
+    begun, before = trio.current_time(), Counted.now(network, probes, nodes)
+    await trio.sleep(seconds)
+    elapsed, after = trio.current_time() - begun, Counted.now(network, probes, nodes)
+    links = sorted(len(network.neighbours(node)) for node in nodes)
+    return {
+        "links_median": links[len(links) // 2],
+        "links_most": links[-1],
+        "joining_bytes": (joined.gossip_bytes + joined.pull_bytes) // len(nodes),
+        "per_node_and_second": before.rates(after, elapsed, len(nodes)),
+    }
+
+
 def simulate(count: int, settle_seconds: float, seconds: float) -> dict[str, Any]:
     rng = Random(count)
     phantom = forty_sites(rng, count)
@@ -116,12 +134,7 @@ def simulate(count: int, settle_seconds: float, seconds: float) -> dict[str, Any
                 earlier = [room.transports[rng.choice(sorted(room.transports))]] if room.transports else []
                 await room.start(name, seeds=tuple(address for each in earlier for address in each.addresses()))
             known = await _until(room, lambda node: len(room.meshes[node].topology().nodes) == count)
-            joined = Counted.now(network, probes)
-            await trio.sleep(settle_seconds)
-            begun, before = trio.current_time(), Counted.now(network, probes)
-            await trio.sleep(seconds)
-            elapsed, after = trio.current_time() - begun, Counted.now(network, probes)
-            links = sorted(len(network.neighbours(node)) for node in room.meshes)
+            cost = await _steady_cost(network, probes, names, settle_seconds, seconds)
 
             changing, dying = rng.sample(names, 2)
             room.cards[NodeId(changing)].update(memory_usable_bytes=1)
@@ -137,10 +150,7 @@ def simulate(count: int, settle_seconds: float, seconds: float) -> dict[str, Any
             "known_seconds": round(known, 2),
             "changed_seconds": round(changed, 2),
             "dead_seconds": round(dead, 2),
-            "links_median": links[len(links) // 2],
-            "links_most": links[-1],
-            "joining_bytes": (joined.gossip_bytes + joined.pull_bytes) // count,
-            "per_node_and_second": before.rates(after, elapsed, count),
+            **cost,
         }
 
     return _timed(run, seconds)
@@ -165,12 +175,7 @@ def in_a_crowd(count: int, whole: int, settle_seconds: float, seconds: float) ->
                 contact = crowd.transports[rng.choice(sorted(crowd.transports))]
                 await room.start(name, seeds=contact.addresses())
             known = await _until(room, lambda node: len(room.meshes[node].topology().nodes) == count)
-            joined = Counted.now(network, probes, chosen)
-            await trio.sleep(settle_seconds)
-            begun, before = trio.current_time(), Counted.now(network, probes, chosen)
-            await trio.sleep(seconds)
-            elapsed, after = trio.current_time() - begun, Counted.now(network, probes, chosen)
-            links = sorted(len(network.neighbours(node)) for node in chosen)
+            cost = await _steady_cost(network, probes, chosen, settle_seconds, seconds)
             assert all(len(mesh.topology().nodes) == count for mesh in room.meshes.values())
             nursery.cancel_scope.cancel()
         assert network.failures == []
@@ -178,10 +183,7 @@ def in_a_crowd(count: int, whole: int, settle_seconds: float, seconds: float) ->
             "nodes": count,
             "whole": whole,
             "known_seconds": round(known, 2),
-            "links_median": links[len(links) // 2],
-            "links_most": links[-1],
-            "joining_bytes": (joined.gossip_bytes + joined.pull_bytes) // whole,
-            "per_node_and_second": before.rates(after, elapsed, whole),
+            **cost,
         }
 
     return _timed(run, seconds)

@@ -11,7 +11,7 @@ Floats of picoseconds: what is estimated is compared, never promised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshinfer.planning.holders import Holder
@@ -138,7 +138,3 @@ class Fill:
         if left > 0:
             return float(NEVER), 0.0, slowest
         return total, marginal * weight - weighted, slowest
-
-
-Table = Callable[[int, int], int]
-"""A number for two holders, by index."""
