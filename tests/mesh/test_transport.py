@@ -424,6 +424,19 @@ async def test_an_error_in_a_stream_handler_costs_that_stream_alone(nodes: Nodes
         assert await client.call(server.node_id, "echo", b"well?", PATIENCE_SECONDS) == b"well?"
 
 
+async def test_a_peer_that_dies_is_told_in_one_line_and_is_no_exception(nodes: Nodes, caplog):
+    """Each death left a page of traceback in every log."""
+    here, there = await nodes.start("here"), await nodes.start("there")
+    await connect(there, here)
+    assert await there.call(here.node_id, "echo", b"alive", PATIENCE_SECONDS) == b"alive"
+    told = f"a stream of {there.node_id} ended"
+    with caplog.at_level(logging.DEBUG, logger=hardening.__name__):
+        await nodes.stop(there)
+        assert await next_event(here, PeerDisconnected) == PeerDisconnected(there.node_id)
+        await until(lambda: any(told in record.getMessage() for record in caplog.records))
+    assert [record for record in caplog.records if record.name == hardening.__name__ and record.exc_info] == []
+
+
 # --- what keeps strangers out -------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from libp2p.abc import INetStream
 from libp2p.host.basic_host import BasicHost, _IdentifyNotifee  # pyright: ignore[reportPrivateUsage]
 from libp2p.identity.identify.identify import ID as IDENTIFY
 from libp2p.identity.identify_push.identify_push import ID_PUSH as IDENTIFY_PUSH
+from libp2p.network.stream.exceptions import StreamError
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import GossipSub
@@ -101,7 +102,10 @@ def harden_host(host: BasicHost, swarm: Swarm, may_speak: Callable[[object], boo
         acknowledge_seldom(stream)
         try:
             await inner(stream)
-        except Exception:  # whatever it is, it concerns one stream of one peer
+        except* (StreamError, EOFError) as ended:  # as streams do, with their peer or its connection
+            log.debug("a stream of %s ended: %r", stream.muxed_conn.peer_id, ended.exceptions[0])
+            await reset(stream)
+        except* Exception:  # whatever it is, it concerns one stream of one peer
             log.debug("a stream of %s failed", stream.muxed_conn.peer_id, exc_info=True)
             await reset(stream)
         finally:
