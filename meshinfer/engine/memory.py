@@ -16,8 +16,6 @@ class MemoryReading:
     """Arrays that are alive: weights and caches."""
     cached: int
     """Freed buffers that MLX keeps for the next arrays."""
-    peak: int
-    """The most that was ever active."""
     resident: int
     """The whole process (RSS)."""
 
@@ -26,7 +24,6 @@ def read_memory() -> MemoryReading:
     return MemoryReading(
         active=mx.get_active_memory(),
         cached=mx.get_cache_memory(),
-        peak=mx.get_peak_memory(),
         resident=psutil.Process().memory_info().rss,
     )
 
