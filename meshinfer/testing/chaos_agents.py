@@ -22,8 +22,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 
 import httpx
 
@@ -45,7 +46,7 @@ from meshinfer.testing.chaos import (
     rest_violations,
 )
 from meshinfer.testing.fault_proxy import Faults
-from meshinfer.testing.machine_faults import kill_for_memory, kills_for_memory_work, refuse_memory
+from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
 from meshinfer.testing.machines import CabledMachines, OneMachine, SmallDisks
 from meshinfer.testing.stream_client import Question, ask
 
@@ -75,7 +76,7 @@ LONG = Question("Say in one word what this is: " + "laptop " * (CONTEXT_TOKENS /
 """Wants memory that a runner has not taken yet."""
 
 _EVERYWHERE: frozenset[Deed] = frozenset(("kill", "stop", "kill runner", "freeze runner", "refuse memory"))
-_TAKES_AWAY: frozenset[Deed] = frozenset(("kill", "stop", "cut off"))
+_TAKES_AWAY: frozenset[Deed] = frozenset(("kill", "stop", "cut off", "deafen", "mute"))
 """An agent, for as long as it lasts."""
 _LINES: dict[Deed, Faults] = {
     "delay lines": Faults(delay=0.15, jitter=0.1),
@@ -85,13 +86,15 @@ _LINES: dict[Deed, Faults] = {
     "drop lines": Faults(drop=True),
 }
 _WITH_LINES: frozenset[Deed] = frozenset((*_LINES, "half-close lines", "reset lines"))
-_WITH_CABLES: frozenset[Deed] = frozenset(("cut off", "split", "slow down"))
+_PAIRS: frozenset[Deed] = frozenset(("deafen", "mute", "cut from origin", "split"))
+"""Cuts between pairs of agents; their clients reach all of them."""
+_WITH_CABLES: frozenset[Deed] = frozenset((*_PAIRS, "cut off", "slow down"))
 
 
 def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> bool:
     """Whether its faults can be made there, and so many agents can bear them.
 
-    A cable has two directions, and none are between two agents alone. Two agents hold the model, so as long as a fault
+    Two agents hold the model, so as long as a fault
     lasts, two must be left; what is said of a mesh too small for the model is the simulation's.
     """
     deeds = {fault.deed for fault in scenario.faults} - _EVERYWHERE
@@ -103,6 +106,8 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
         deeds.discard("fill disk")
     if kills_for_memory_work():
         deeds.discard("starve runner")
+    if not why_not_hang():
+        deeds.discard("hang runner")
     away = sum(fault.deed in _TAKES_AWAY for fault in scenario.faults)
     is_split = any(fault.deed == "split" for fault in scenario.faults)
     fits = away <= agents - 2 and scenario.ends != "error" and not (is_split and agents <= scenario.stages)
@@ -301,6 +306,11 @@ class _Run:
                 for pid in _seat_pids(agent):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, what)
+            case "hang runner", _:
+                hung = ExitStack()
+                for pid in _seat_pids(agent):
+                    hung.callback(hang(pid))
+                return hung.close
             case "starve runner", _:
                 for pid in _seat_pids(agent):
                     if not kill_for_memory(pid):
@@ -312,11 +322,10 @@ class _Run:
             case "cut off", CabledMachines():
                 machines.pull(name)
                 return lambda: machines.plug(name)
-            case "split", CabledMachines():
-                others = [other for other in room.live() if other != name]
-                apart = self.rng.sample(others, len(others) + 1 - self.scenario.stages)
-                machines.pull(*apart)
-                return lambda: machines.plug(*apart)
+            case _, CabledMachines() if deed in _PAIRS:
+                pairs = self._pairs(deed, name)
+                machines.cut(*pairs)
+                return lambda: machines.mend(*pairs)
             case "slow down", CabledMachines():
                 machines.slow_down(name)
                 return lambda: machines.speed_up(name)
@@ -333,6 +342,21 @@ class _Run:
             case _:
                 raise RoomError(f"{deed} cannot be done to {type(machines).__name__}")
         return None
+
+    def _pairs(self, deed: Deed, name: str) -> list[tuple[str, str]]:
+        """(who sends, to whom nothing of it comes)."""
+        others = [other for other in self.room.live() if other != name]
+        match deed:
+            case "deafen":
+                return [(other, name) for other in others]
+            case "mute":
+                return [(name, other) for other in others]
+            case "cut from origin":
+                return [(name, self.origin), (self.origin, name)]
+            case _:
+                apart = self.rng.sample(others, len(others) + 1 - self.scenario.stages)
+                here = [name, *(other for other in others if other not in apart)]
+                return [*product(here, apart), *product(apart, here)]
 
     def _restart(self, name: str) -> None:
         self.room.start(name)

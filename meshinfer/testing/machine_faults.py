@@ -3,6 +3,9 @@
     refuse_memory(pid)   the next large allocation fails, as on a machine that does not overcommit
     kill_for_memory(pid) the kernel's out-of-memory killer takes it, in a control group that is too small
 
+And of what a fault of its own may do to it: `hang(pid)` stops the one thread that computes, as a driver does that
+never comes back, and all others go on.
+
 For the second a glutton joins the process in a group of 16 MiB: pages that a process has already are charged
 where it was when it got them, so the group is filled by someone else; and of the two, the kernel takes first the
 one that has been named as the first to go (if it is larger than a bare Python, as every runner is). That needs root and the memory controller (of either version).
@@ -11,12 +14,15 @@ one that has been named as the first to go (if it is larger than a bare Python, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,6 +31,13 @@ GROUP_BYTES = 16 * 1024**2
 GLUTTON_SECONDS = 10.0
 _GLUTTON = "held = [bytearray(1 << 20) for _ in range(256)]"
 _FIRST_TO_GO = 1000
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+"""Of ptrace(2)."""
+_ALL_THREADS = 0x40000000
+"""__WALL of waitpid(2): a thread is waited for, not a process."""
+LET_GO_SECONDS = 0.01
+"""Between two looks whether the thread is to go on, or has died: only then does its process count as dead."""
+HANG_SECONDS = 5.0
 ROOTS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max"))
 
 
@@ -39,6 +52,59 @@ def refuse_memory(pid: int) -> None:
         raise NotHereError("limits of other processes are a Linux thing")
     process = psutil.Process(pid)
     process.rlimit(limit, (process.memory_info().vms, resource.RLIM_INFINITY))
+
+
+def hang(pid: int) -> Callable[[], None]:
+    """Stop the thread of `pid` that has computed most, its first one left out: that builds steps and waits for them.
+    Returns once it stands; what is returned lets it go on. It may be killed meanwhile.
+
+    Raises:
+        NotHereError: this is not Linux, or its threads may not be stopped, or it has only one.
+    """
+    if why := why_not_hang():
+        raise NotHereError(why)
+    threads = [thread for thread in psutil.Process(pid).threads() if thread.id != pid]
+    if not threads:
+        raise NotHereError(f"process {pid} has no thread but its first")
+    busiest = max(threads, key=lambda thread: thread.user_time + thread.system_time).id
+    stands, goes_on = threading.Event(), threading.Event()
+    failed: list[str] = []
+
+    def hold() -> None:
+        """All of it on one thread: to the kernel that is the tracer."""
+        try:
+            _ptrace(_SEIZE, busiest)
+            _ptrace(_INTERRUPT, busiest)
+            _, status = os.waitpid(busiest, _ALL_THREADS)
+            stands.set()
+            while os.WIFSTOPPED(status) and not goes_on.wait(LET_GO_SECONDS):
+                done, now = os.waitpid(busiest, _ALL_THREADS | os.WNOHANG)
+                status = now if done else status
+            if os.WIFSTOPPED(status):
+                _ptrace(_DETACH, busiest)
+        except OSError as error:
+            failed.append(str(error))
+        finally:
+            stands.set()
+
+    tracer = threading.Thread(target=hold, daemon=True)
+    tracer.start()
+    if not stands.wait(HANG_SECONDS) or failed:
+        goes_on.set()
+        raise NotHereError(f"thread {busiest} of {pid} cannot be stopped: {' '.join(failed) or 'it does not stand'}")
+
+    def let_go() -> None:
+        goes_on.set()
+        tracer.join(HANG_SECONDS)
+
+    return let_go
+
+
+def why_not_hang() -> str:
+    """Why no thread of another process can be stopped here; empty if one can."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    return "" if os.geteuid() == 0 else "it needs root"
 
 
 def kill_for_memory(pid: int) -> int:
@@ -109,3 +175,11 @@ def _kills(group: Path) -> int:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
+
+
+def _ptrace(request: int, thread_id: int) -> None:
+    call = ctypes.CDLL(None, use_errno=True).ptrace
+    call.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    call.restype = ctypes.c_long
+    if call(request, thread_id, None, None) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

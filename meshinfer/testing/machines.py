@@ -1,7 +1,8 @@
 """Where the agents of a room live: what this one machine can be made to look like to each of them.
 
     OneMachine     loopback; every agent as a person would start it
-    CabledMachines a network namespace and a cable of its own for each; a cable can be pulled, or made slow
+    CabledMachines a network namespace and a cable of its own for each; a cable can be pulled or made slow,
+                   and what one sends to another can be made to vanish
     SkewedClocks   one agent whose clocks, wall and monotonic, are an hour ahead of everybody's
     SmallDisks     a home of 4 MiB each, which can be filled
     (BadLines      fault proxies between them: `testing.bad_lines`)
@@ -22,6 +23,8 @@ from typing import Self
 HOUR_SECONDS = 3600
 DISK_BYTES = 4 * 1024**2
 """An agent's own files take some 20 KB; what is left must be quick to fill."""
+NOBODY = "02:00:00:00:00:01"
+"""A hardware address (a locally administered one) that no cable's end has."""
 SLOW_BITS_PER_SECOND = 200_000
 """A bad mobile connection: an activation of the small model (2.3 KB) takes a tenth of a second."""
 
@@ -104,6 +107,18 @@ class CabledMachines(OneMachine):
         for name in names:
             _run("ip", "link", "set", self._cable(name), "up")
 
+    def cut(self, *pairs: tuple[str, str]) -> None:
+        """What the first of a pair sends to the second vanishes without a word, also on connections that are open.
+
+        Its kernel believes that the other is where nobody is. Only multicast still arrives, so it is found, not reached.
+        """
+        for sender, receiver in pairs:
+            self._neighbour("replace", sender, receiver, "lladdr", NOBODY, "nud", "permanent")
+
+    def mend(self, *pairs: tuple[str, str]) -> None:
+        for sender, receiver in pairs:
+            self._neighbour("delete", sender, receiver)
+
     def slow_down(self, name: str) -> None:
         """Both ways; what does not go out within half a second is dropped, as on a full radio link."""
         bucket = ("tbf", "rate", f"{SLOW_BITS_PER_SECOND}bit", "burst", "16kb", "latency", "500ms")
@@ -124,6 +139,10 @@ class CabledMachines(OneMachine):
         _run("ip", "-n", namespace, "address", "add", f"{self._host(name)}/24", "dev", theirs)
         _run("ip", "-n", namespace, "link", "set", theirs, "up")
         _run("ip", "-n", namespace, "link", "set", "lo", "up")
+
+    def _neighbour(self, what: str, sender: str, receiver: str, *how: str) -> None:
+        device = f"{self._cable(sender)}p"
+        _run("ip", "-n", self._namespace(sender), "neigh", what, self._host(receiver), "dev", device, *how)
 
     def _namespace(self, name: str) -> str:
         return f"mi-{self._tag}-{name}"
