@@ -13,7 +13,7 @@ except as a tensor group on links quick enough for two all-reduces per layer.
 | 2 | stage, decode | `decode_time` |
 | 3 | hop | `hop_seconds` |
 | 4 | one stream | `Prediction.tpot_seconds`, `Prediction.request_seconds` |
-| 5 | several streams | `tokens_per_second`, `house_seconds`, `micro_batches_to_fill` |
+| 5 | several streams | `tokens_per_second`, `house_seconds` |
 | 6 | prefill | `prefill_time`, `ttft_seconds` |
 | 7 | memory | `planning.memory` |
 | 8 | tensor group | `all_reduce_seconds`; a `Stage` of several ranks |
@@ -142,10 +142,6 @@ class Prediction:
     """Each hop of a decode step, the token's way back last."""
     chunk_hop_seconds: tuple[float, ...]
     """Each hop of a prefill chunk; the token's way back is not among them."""
-
-    @property
-    def stage_seconds(self) -> tuple[float, ...]:
-        return tuple(stage.seconds for stage in self.stages)
 
     @property
     def compute_seconds(self) -> float:
@@ -285,16 +281,12 @@ def all_reduce_seconds(ranks: int, message_bytes: float, link: LinkSpeed) -> flo
     )
 
 
-def tensor_latency_limit(step_seconds: float, layers: int, ranks: int) -> float:
-    """One-way latency above which a tensor group of equal ranks is slower than its step on one of them.
-
-    From 2 · L · 2 (p − 1) · α < (1 − 1/p) · T, the time that p ranks save: α < T / (4 L p).
-    """
-    return step_seconds / (4 * layers * ranks)
-
-
 def all_reduces_seconds(work: ModelWork, stage: Stage, tokens: int) -> float:
-    """Two a layer: after the attention and after the MLP."""
+    """Two a layer: after the attention and after the MLP.
+
+    So p equal ranks are quicker than one of them, whose step takes T, only over links with a one-way latency α
+    such that 2 · L · 2 (p − 1) · α < (1 − 1/p) · T, which is what they save: α < T / (4 L p).
+    """
     if len(stage.ranks) == 1:
         return 0.0
     assert stage.inner is not None, "a tensor group has links"
@@ -354,15 +346,6 @@ def _messages(model: ModelWork, stages: Sequence[Stage], tokens: int) -> list[fl
 def _transfers(messages: Sequence[float], hops: Sequence[LinkSpeed]) -> list[float]:
     """How long each link is busy with its message."""
     return [bytes_ / link.bandwidth_bytes_per_second for bytes_, link in zip(messages, hops[:-1], strict=True)]
-
-
-def micro_batches_to_fill(stages: Sequence[float], hops: Sequence[float]) -> int:
-    """Micro-batches in flight that keep the slowest stage busy: ⌈(ΣD + ΣC) / max D⌉."""
-    whole, slowest = fsum(stages) + fsum(hops), max(stages)
-    count = 1
-    while count * slowest < whole:
-        count += 1
-    return count
 
 
 def tokens_per_second(
@@ -479,12 +462,6 @@ def predict(
 def worth_moving(now_seconds: float, then_seconds: float, hysteresis: float = HYSTERESIS) -> bool:
     """Whether a running placement should give way to one whose objective is `then_seconds`."""
     return now_seconds - then_seconds > hysteresis * now_seconds
-
-
-def moving_seconds(bytes_to_move: float, disk_bytes_per_second: float, link: LinkSpeed | None) -> float:
-    """Until the moved layers are there: from disk, or from a peer over the slower of link and disk."""
-    rate = disk_bytes_per_second if link is None else min(disk_bytes_per_second, link.bandwidth_bytes_per_second)
-    return bytes_to_move / rate
 
 
 def _power(base: float, exponent: int) -> float:

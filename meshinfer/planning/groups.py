@@ -1,7 +1,7 @@
 """Tensor groups worth looking at: which nodes could hold a stage together, as its ranks.
 
 Every rank waits for the others twice in each layer, so a group pays only on quick links: with equal ranks it
-is slower than one of them alone unless the one-way latency is below T / (4 L p) (`cost.tensor_latency_limit`).
+is slower than one of them alone unless the one-way latency is below T / (4 L p) (`cost.all_reduces_seconds`).
 In a small mesh every set of nodes of a legal degree is a group; in a larger one each node with those to
 which it has the quickest links, if the group computes a layer faster than the slowest of its nodes.
 """

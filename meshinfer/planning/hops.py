@@ -23,8 +23,3 @@ def cycle_hops(order: Sequence[NodeId]) -> tuple[tuple[NodeId, NodeId], ...]:
     """The hops of one token: from stage to stage, and from the last back to the head; none within a node."""
     ring = zip(order, (*order[1:], order[0]), strict=True)
     return tuple((source, target) for source, target in ring if source != target)
-
-
-def cycle_nanoseconds(topology: Topology, order: Sequence[NodeId]) -> int:
-    """Of one empty message through `order`."""
-    return sum(hop_nanoseconds(topology, source, target) for source, target in cycle_hops(order))

@@ -151,13 +151,6 @@ def with_headroom(
     return replace(cuts, positions=positions)
 
 
-def chain_cost(holders: Sequence[Holder], positions: Sequence[int], hops: int, slowest_transfer: int, k: int) -> int:
-    """J of given cuts, whether they fit or not; `k` further chunks."""
-    stages = zip(holders, positions[:-1], positions[1:], strict=True)
-    total = sum(holder.cost(start, end) for holder, start, end in stages)
-    return total + hops + k * max(slowest_transfer, _slowest_chunk(holders, positions))
-
-
 def _slowest_chunk(holders: Sequence[Holder], positions: Sequence[int]) -> int:
     return max(
         holder.chunk_cost(start, end) for holder, start, end in zip(holders, positions[:-1], positions[1:], strict=True)

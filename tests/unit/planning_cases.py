@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import MIB
-from meshinfer.planning.hops import cycle_nanoseconds
+from meshinfer.planning.hops import cycle_hops, hop_nanoseconds
 from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS, seat_memory
 from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
 from meshinfer.planning.planner import predict_placement
@@ -131,6 +132,11 @@ def by_brute_force(topology: Topology, card: ModelCard, workload: Workload) -> f
                     seconds = predict_placement(placement, topology, card, workload).objective_seconds
                     best = seconds if best is None else min(best, seconds)
     return best
+
+
+def cycle_nanoseconds(topology: Topology, order: Sequence[NodeId]) -> int:
+    """Of one empty message through `order`."""
+    return sum(hop_nanoseconds(topology, source, target) for source, target in cycle_hops(order))
 
 
 def fewest_and_shortest(topology: Topology, card: ModelCard, workload: Workload) -> tuple[int, int] | None:

@@ -6,11 +6,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from planning_cases import by_brute_force, fewest_and_shortest, models, placement_of, topologies, workloads
+from planning_cases import (
+    by_brute_force,
+    cycle_nanoseconds,
+    fewest_and_shortest,
+    models,
+    placement_of,
+    topologies,
+    workloads,
+)
 
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.base.units import GIB, MIB
-from meshinfer.planning.hops import cycle_nanoseconds
 from meshinfer.planning.measured import UNMEASURED_DISK
 from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS, seat_memory
 from meshinfer.planning.plan import Plan, Preview, Refusal

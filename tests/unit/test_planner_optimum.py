@@ -22,7 +22,7 @@ from meshinfer.planning.measured import link_rates
 from meshinfer.planning.plan import Plan
 from meshinfer.planning.planner import plan, predict_placement, validate_placement
 from meshinfer.planning.problem import Problem
-from meshinfer.planning.quickest import chain_cost, quickest_cuts
+from meshinfer.planning.quickest import quickest_cuts
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.testing.cards import model_card, node_card
 from meshinfer.topology.card import KindSpeed
@@ -98,6 +98,15 @@ def random_problem(seed: int, nodes: int, layers: int) -> Problem:
     return Problem(Topology.of(cards, links), card, workload, ANYTHING, Topology.of(cards, links).nodes, 512)
 
 
+def chain_cost(holders: list[Holder], positions: tuple[int, ...], hops: int, slowest_transfer: int, k: int) -> int:
+    """J of given cuts, whether they fit or not; `k` further chunks."""
+    stages = [(holder, start, end) for holder, (start, end) in zip(holders, pairwise(positions), strict=True)]
+    slowest_chunk = max(holder.chunk_cost(start, end) for holder, start, end in stages)
+    return (
+        sum(holder.cost(start, end) for holder, start, end in stages) + hops + k * max(slowest_transfer, slowest_chunk)
+    )
+
+
 def by_brute_force(
     problem: Problem, holders: list[Holder], least_stages: int = 1, *, grouped: bool = False
 ) -> int | None:
@@ -115,7 +124,7 @@ def by_brute_force(
             for cuts in combinations(range(1, last), size - 1):
                 positions = (0, *cuts, last)
                 if all(holder.allows(*ends) for holder, ends in zip(order, pairwise(positions), strict=True)):
-                    cost = chain_cost(order, positions, hops, slowest, further)
+                    cost = chain_cost(list(order), positions, hops, slowest, further)
                     best = cost if best is None else min(best, cost)
     return best
 
