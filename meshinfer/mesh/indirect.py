@@ -14,7 +14,7 @@ from trio import TaskStatus
 
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import NodeId
-from meshinfer.mesh.membership import OthersDoNot, OthersReach
+from meshinfer.mesh.membership_events import OthersDoNot, OthersReach
 from meshinfer.mesh.prober import FOR_ANOTHER
 from meshinfer.transport.base import Transport
 from meshinfer.wire.codec import decode, encode

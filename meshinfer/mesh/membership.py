@@ -42,154 +42,39 @@ This machine knows direct neighbours only, and only this node's monotonic clock.
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
 from meshinfer.base.ids import NodeId
-
-MemberState = Literal["alive", "suspect", "distant", "dead", "left"]
+from meshinfer.mesh.membership_events import (
+    Accused,
+    AskOthers,
+    Blamed,
+    CardHeard,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    EventOfNode,
+    Late,
+    MemberState,
+    OthersDoNot,
+    OthersReach,
+    PingAnswered,
+    PingSent,
+    Probe,
+    Redial,
+    RedialFailed,
+    StateChanged,
+    SuspectedOurselves,
+    TimePassed,
+)
+from meshinfer.mesh.self_doubt import SelfDoubt
 
 MAX_MEMBERS = 2048
 """As many nodes as a view holds. Those connected now are not counted against it: the transport bounds them."""
 MAX_ACCUSERS = 16
 """Remembered per member; three confirmations have the full effect already."""
-MAX_STOPS = 8
-"""Of our own, remembered: an answer is waited for for two seconds, in which a loop says `Late` six times at most."""
-
-# --- events -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """The first connection to `node` is there; the handshake proved that it answers."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """The last connection to `node` is gone."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class RedialFailed:
-    """All its known addresses were tried and none let us in."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class PingSent:
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class PingAnswered:
-    node: NodeId
-    seconds: float = 0.0
-    """How long it took."""
-
-
-@dataclass(frozen=True, slots=True)
-class OthersReach:
-    """`by`, whom we asked, has had an answer from `node` just now."""
-
-    node: NodeId
-    by: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class OthersDoNot:
-    """Nobody whom we asked reaches `node`, or there was nobody to ask."""
-
-    node: NodeId
-    unanswered: int
-    """Of those asked, how many said nothing at all: perhaps it is us whom nobody reaches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blamed:
-    """The data path has lost `node`: a channel to it broke, or a step of its came too late."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class CardHeard:
-    """The newest card of `node`, from whomever."""
-
-    node: NodeId
-    incarnation: int
-    leaving: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Accused:
-    """All whom `by` suspects now, each with the incarnation that it knows of it."""
-
-    by: NodeId
-    suspects: tuple[tuple[NodeId, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SuspectedOurselves:
-    """Somebody cannot reach this node: its own view of others deserves less trust for a while."""
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """This node's event loop stood still for so long."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class TimePassed:
-    """`next_wakeup` has come."""
-
-
-EventOfNode = (
-    Connected | Disconnected | RedialFailed | PingSent | PingAnswered | OthersReach | OthersDoNot | Blamed | CardHeard
-)
-Event = EventOfNode | Accused | SuspectedOurselves | Late | TimePassed
-
-# --- effects ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class StateChanged:
-    node: NodeId
-    before: MemberState | None
-    """None: not a member until now."""
-    after: MemberState
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class Redial:
-    """Try all addresses of `node` at once, and say `RedialFailed` or let `Connected` come."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Ping `node` now; do not wait for its turn."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class AskOthers:
-    """Have some members ping `node`; the first to reach it is `OthersReach`, else comes `OthersDoNot`."""
-
-    node: NodeId
-
-
-Effect = StateChanged | Redial | Probe | AskOthers
 
 # --- the table ----------------------------------------------------------------------------------
 
@@ -312,11 +197,7 @@ class Membership:
         self._members: dict[NodeId, _Member] = {}
         self._next: float | None = None
         """The earliest moment at which time alone changes something; None if it never does."""
-        self._self_doubt = 0.0
-        """As of `_self_doubt_at`; fades from then on."""
-        self._self_doubt_at = 0.0
-        self._stops: deque[tuple[float, float]] = deque(maxlen=MAX_STOPS)
-        """From when to when our own loop stood still, the last times that it did."""
+        self._doubt = SelfDoubt(self._timing.self_doubt_max, self._timing.self_doubt_fades_seconds)
 
     def members(self) -> tuple[Member, ...]:
         """Everyone known, sorted by id."""
@@ -363,7 +244,7 @@ class Membership:
 
     def self_doubt(self, now: float) -> float:
         """0: this node trusts its own clock and links. Each unit stretches its timeouts by half."""
-        return max(0.0, self._self_doubt - (now - self._self_doubt_at) / self._timing.self_doubt_fades_seconds)
+        return self._doubt.units(now)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; timers that are due by `now` count first."""
@@ -372,9 +253,9 @@ class Membership:
         effects = self._pass_time(now) if self._next is not None and self._next <= now else []
         match event:
             case Late(seconds):
-                self._doubt_ourselves(min(1.0, seconds / self._timing.late_seconds), now)
+                self._doubt.add(min(1.0, seconds / self._timing.late_seconds), now)
             case SuspectedOurselves():
-                self._doubt_ourselves(1.0, now)
+                self._doubt.add(1.0, now)
             case Accused(by, suspects):
                 effects += self._take_accusations(by, dict(suspects))
             case TimePassed():
@@ -420,7 +301,8 @@ class Membership:
                 member.unanswered += 1
             case PingAnswered(node, seconds) if member and member.connected:
                 member.unanswered, member.blamed = 0, False
-                took = min(self._without_stops(seconds, now), self._timing.slow_max_seconds / self._timing.slow_factor)
+                most = self._timing.slow_max_seconds / self._timing.slow_factor
+                took = min(self._doubt.without_stops(seconds, now), most)
                 member.slowest_seconds = max(took, self._timing.slow_fades * member.slowest_seconds)
                 effects += self._apply(node, "answered", now, "answers pings")
             case OthersReach(node, by) if member and member.state == "suspect":
@@ -479,7 +361,7 @@ class Membership:
         timing = self._timing
         if member.state in ("dead", "distant", "left"):
             return None if member.connected else member.since + timing.forget_after_seconds
-        stretch = 1 + self.self_doubt(now) / 2
+        stretch = self._doubt.stretch(now)
         if not member.connected:
             return member.since + timing.redial_grace_seconds * stretch
         slow = timing.slow_factor * member.slowest_seconds
@@ -544,21 +426,12 @@ class Membership:
 
     def _take_off(self, seconds: float, now: float) -> None:
         """While we stood still nobody could answer us, and no re-dial could come back."""
-        self._stops.append((now - seconds, now))
+        self._doubt.stood_still(seconds, now)
         for member in self._members.values():
             if member.unanswered:
                 member.silent_since = min(now, member.silent_since + seconds)
             if member.state == "suspect":
                 member.since = min(now, member.since + seconds)
-
-    def _without_stops(self, seconds: float, now: float) -> float:
-        """Of the last so many `seconds`, those in which our own loop ran."""
-        since = now - seconds
-        return seconds - math.fsum(end - max(begun, since) for begun, end in self._stops if end > since)
-
-    def _doubt_ourselves(self, units: float, now: float) -> None:
-        self._self_doubt = min(self._timing.self_doubt_max, self.self_doubt(now) + units)
-        self._self_doubt_at = now
 
     # --- inside ---------------------------------------------------------------------------------
 

@@ -40,7 +40,8 @@ from meshinfer.mesh.gossip import Gossip, GossipStatistics
 from meshinfer.mesh.indirect import IndirectProbes
 from meshinfer.mesh.key_copies import KeyCopies
 from meshinfer.mesh.link_probe import LinkProber, LinkProberStatistics, ProbeChannels
-from meshinfer.mesh.membership import (
+from meshinfer.mesh.membership import Membership
+from meshinfer.mesh.membership_events import (
     Accused,
     AskOthers,
     Blamed,
@@ -50,7 +51,6 @@ from meshinfer.mesh.membership import (
     Effect,
     Event,
     Late,
-    Membership,
     MemberState,
     PingAnswered,
     PingSent,

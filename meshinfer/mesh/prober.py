@@ -29,7 +29,7 @@ from trio import TaskStatus
 
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import NodeId
-from meshinfer.mesh.membership import PingAnswered, PingSent
+from meshinfer.mesh.membership_events import PingAnswered, PingSent
 from meshinfer.topology.link import Link
 from meshinfer.transport.base import Transport
 from meshinfer.wire.messages import PING

@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshinfer.base.ids import NodeId
-from meshinfer.mesh.membership import (
-    MAX_ACCUSERS,
-    MAX_MEMBERS,
-    TRANSITIONS,
+from meshinfer.mesh.membership import MAX_ACCUSERS, MAX_MEMBERS, TRANSITIONS, Membership, Timing
+from meshinfer.mesh.membership_events import (
     Accused,
     AskOthers,
     Blamed,
@@ -27,7 +25,6 @@ from meshinfer.mesh.membership import (
     Effect,
     Event,
     Late,
-    Membership,
     MemberState,
     OthersDoNot,
     OthersReach,
@@ -39,7 +36,6 @@ from meshinfer.mesh.membership import (
     StateChanged,
     SuspectedOurselves,
     TimePassed,
-    Timing,
 )
 from meshinfer.mesh.view import Bounds
 
