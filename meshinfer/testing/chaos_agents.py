@@ -142,6 +142,8 @@ class _Run:
     workers: list[threading.Thread] = field(default_factory=list[threading.Thread])
     to_undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     """What the machines have been made to suffer and still do."""
+    not_made: list[str] = field(default_factory=list[str])
+    """Why faults could not be made, or not be undone."""
 
     def play(self) -> Outcome:
         room = self.room
@@ -165,6 +167,8 @@ class _Run:
                 client.join(DEADLINE_SECONDS + 10)
             while self.workers:
                 self.workers.pop().join(DEADLINE_SECONDS)
+        if self.not_made:
+            raise RoomError("; ".join(self.not_made))
         settled, rest = self._come_to_rest(before)
         story = room.story(self.faulted_at)
         phases = phases_of(story, answers[0], self.faulted_at)
@@ -362,7 +366,13 @@ class _Run:
         self.room.start(name)
 
     def _later(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, daemon=True)
+        def noted() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - a fault that was not made is no promise kept
+                self.not_made.append(repr(error))
+
+        thread = threading.Thread(target=noted, daemon=True)
         self.workers.append(thread)
         thread.start()
 

@@ -38,6 +38,10 @@ _ALL_THREADS = 0x40000000
 LET_GO_SECONDS = 0.01
 """Between two looks whether the thread is to go on, or has died: only then does its process count as dead."""
 HANG_SECONDS = 5.0
+BUSY_SECONDS = 0.1
+"""How long threads are watched for which of them computes. MLX has one for each epoch that its process has served."""
+BUSY_SHARE = 0.01
+"""Of a core: more than threads take that only wait, and less than the smallest model does while it answers."""
 ROOTS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max"))
 
 
@@ -55,18 +59,15 @@ def refuse_memory(pid: int) -> None:
 
 
 def hang(pid: int) -> Callable[[], None]:
-    """Stop the thread of `pid` that has computed most, its first one left out: that builds steps and waits for them.
+    """Stop the thread of `pid` that computes, its first one left out: that builds steps and waits for them.
     Returns once it stands; what is returned lets it go on. It may be killed meanwhile.
 
     Raises:
-        NotHereError: this is not Linux, or its threads may not be stopped, or it has only one.
+        NotHereError: this is not Linux, or its threads may not be stopped, or none but the first does anything.
     """
     if why := why_not_hang():
         raise NotHereError(why)
-    threads = [thread for thread in psutil.Process(pid).threads() if thread.id != pid]
-    if not threads:
-        raise NotHereError(f"process {pid} has no thread but its first")
-    busiest = max(threads, key=lambda thread: thread.user_time + thread.system_time).id
+    busiest = _computing_thread(pid)
     stands, goes_on = threading.Event(), threading.Event()
     failed: list[str] = []
 
@@ -104,6 +105,8 @@ def why_not_hang() -> str:
     """Why no thread of another process can be stopped here; empty if one can."""
     if sys.platform != "linux":
         return "it needs Linux"
+    if not Path("/proc/self/schedstat").exists():
+        return "it needs a kernel that counts how long each thread runs"
     return "" if os.geteuid() == 0 else "it needs root"
 
 
@@ -175,6 +178,28 @@ def _kills(group: Path) -> int:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
+
+
+def _computing_thread(pid: int) -> int:
+    """The busiest but for the first, as soon as one is busy at all. Raises NotHereError if none is."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while time.monotonic() < deadline:
+        before = _computed(pid)
+        time.sleep(BUSY_SECONDS)
+        since = {thread: now - before.get(thread, 0) for thread, now in _computed(pid).items() if thread != pid}
+        busiest = max(since, key=since.__getitem__, default=pid)
+        if since.get(busiest, 0) > BUSY_SHARE * BUSY_SECONDS * 1e9:
+            return busiest
+    raise NotHereError(f"no thread of process {pid} computes, but perhaps its first")
+
+
+def _computed(pid: int) -> dict[int, int]:
+    """Thread → nanoseconds on a core."""
+    found: dict[int, int] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # one that has ended
+            found[int(task.name)] = int((task / "schedstat").read_text().split()[0])
+    return found
 
 
 def _ptrace(request: int, thread_id: int) -> None:

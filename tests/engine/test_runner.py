@@ -28,6 +28,7 @@ from pipeline_kit import (
 
 from meshinfer.base.errors import PeerLost, Refused
 from meshinfer.base.ids import ModelId, NodeId
+from meshinfer.testing.machine_faults import hang, why_not_hang
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.transport.certificates import make_certificate
 from meshinfer.transport.origin import open_origin_channel
@@ -343,3 +344,18 @@ def test_short_jobs_answer_in_one_line(model: Path, tmp_path: Path):
     code, answer = job("accelerator")
     assert code == 0
     assert set(answer) == {"computes_float32", "accelerator", "device_memory_bytes", "blas"}
+
+
+@pytest.mark.skipif(bool(why_not_hang()), reason=why_not_hang() or "it can")
+def test_a_runner_that_hangs_in_a_step_says_so_in_its_heartbeats_and_may_go_on(model: Path):
+    pipeline = PipelineUnderTest(model)
+    origin, (runner,) = pipeline.origin(), pipeline.runners
+    record = origin.open(session([1, 2], 500))
+    origin.next_token(record)
+    let_go = hang(runner.process.pid)
+    first: Heartbeat = runner.wait_for(Heartbeat, lambda beat: beat.busy_seconds > 1)
+    later: Heartbeat = runner.wait_for(Heartbeat, lambda beat: beat.busy_seconds > first.busy_seconds)
+    assert later.steps == first.steps
+    let_go()
+    assert len(origin.tokens(record)) == 499
+    pipeline.close()
