@@ -1,6 +1,6 @@
 """From a wish to leased and committed seats: what the node does that was elected to plan.
 
-Any node may be it, at any time (`election`). It plans (a pure function), leases every seat, and commits; what
+Any node may be it, at any time (`election`). It plans (`candidates`), leases every seat (`seat_calls`), and commits; what
 one seat refuses is released everywhere, and the next candidate is tried.
 
     planner ── lease ──▶ every seat (each decides by its own memory)
@@ -15,65 +15,41 @@ A placing that finds its instance deleted ends there, whatever it has reached: i
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TypeVar
 
 import trio
 
-from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NoRoom, PeerLost, Refused
+from meshinfer.base.errors import NoRoom, Refused
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
-from meshinfer.planning.model_card import ModelCard
-from meshinfer.planning.plan import Plan, Preview, Refusal
-from meshinfer.planning.planner import plan, validate_placement
+from meshinfer.planning.plan import Plan, Preview
 from meshinfer.planning.repair import repairs
 from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.serving.candidates import Candidates, CandidateSource, answers, with_memory_of, without
 from meshinfer.serving.election import elect
 from meshinfer.serving.ports import Ports
+from meshinfer.serving.seat_calls import SeatCalls, Tried
 from meshinfer.serving.seat_service import SeatService
 from meshinfer.serving.view import Instance
-from meshinfer.topology.card import NodeCard
-from meshinfer.topology.graph import Topology
-from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import (
-    COMMIT,
     DELETE,
-    LEASE,
     PLACE,
     RELEASE,
     Deletion,
-    Done,
-    Lease,
-    LeaseAnswer,
     Place,
     Placed,
     SeatRef,
 )
 
-A = TypeVar("A", LeaseAnswer, Done)
-
 log = logging.getLogger(__name__)
 
-WARM_STATES = frozenset({"cut", "linking", "ready"})
-"""Of a seat whose layers are in memory."""
 PLANNINGS = 4
 """How often one placing is planned, each time without the nodes that did not answer the last time. Two lids that close
 at once take two; where it takes more, what this node sees is too old to plan with."""
 EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
-LASTING_ERRORS = frozenset({"corrupt_model", "bad_input"})
-"""Trying again on the same node changes nothing."""
-FAILURES_BEFORE_ELSEWHERE = 2
-"""A runner that crashed once is made again where it was, since its files are there; after the second time it goes
-elsewhere if it can."""
-FAILURES_SECONDS = 120.0
-"""How long a failure counts. A seat that has served for so long starts with a clean record."""
-Candidates = tuple[Sequence[Plan], Sequence[Refusal]]
-SILENCE = (PeerLost, DeadlineExceeded)
-"""Errors of a call that mean: nobody there."""
 ANNOUNCE_SECONDS = 5.0
 """How long a placement may take to show in the view (gossip on change takes milliseconds)."""
 
@@ -84,22 +60,6 @@ class _JustPlaced:
     begun_epoch: int
     """The first that its placing tried: a deletion may be of an epoch between that and the last."""
     until: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """What came of asking every seat of a candidate."""
-
-    why: str
-    """It failed; empty: it did not."""
-    epoch: int
-    """Under which it was asked last, or a newer one that a seat has seen."""
-    unheard: frozenset[NodeId] = frozenset()
-    """Who did not answer."""
-    is_committed: bool = False
-    """Its seats were told to load: what they take the place of is gone, whatever the view says."""
-    deletion: Deletion | None = None
-    """What a seat's node says of the instance: all that began so early is void."""
 
 
 class _GivenUp(NoRoom):
@@ -116,20 +76,20 @@ class ElectedPlanner:
     def __init__(self, ports: Ports, seats: SeatService) -> None:
         self._ports = ports
         self._seats = seats
+        self._calls = SeatCalls(ports, seats)
+        self._candidates = CandidateSource(ports)
         self._planning: dict[ModelId, trio.Lock] = {}
         """See `_alone_for`."""
         self._just_placed: dict[InstanceId, _JustPlaced] = {}
         """What was placed here and may not be in the view yet."""
-        self._failures: dict[tuple[InstanceId, NodeId], dict[int, float]] = {}
-        """Of runners, as this planner saw them of late: the epochs in which a node's seat failed, and when."""
         ports.transport.serve(PLACE, self._on_place)
 
     async def preview(self, model_id: ModelId, workload: Workload, constraints: Constraints) -> Preview:
         """What could be placed now, and what could not and why; of a model that runs, what a re-plan would say."""
         info = await self._ports.model_cards.get(model_id)
         running = self._in_use(Place(model_id, workload, constraints))
-        topology = _with_memory_of(self._ports.topology(), running)
-        return self._plan(topology, info.card, workload, constraints, running)
+        topology = with_memory_of(self._ports.topology(), running)
+        return self._candidates.preview(topology, info.card, workload, constraints, running)
 
     async def place(self, ask: Place) -> Placed:
         """See to it that an instance of this model exists.
@@ -183,9 +143,9 @@ class ElectedPlanner:
         workload = Workload(instance.placement.context_tokens, instance.placement.concurrency)
 
         def candidates(silent: frozenset[NodeId]) -> Candidates:
-            others = _without(silent | {leaving}, _with_memory_of(self._ports.topology(), instance))
+            others = without(silent | {leaving}, with_memory_of(self._ports.topology(), instance))
             plans = repairs(instance.placement, theirs, others, info.card, prefill_chunk_tokens=chunk)
-            return [*plans, *self._plan(others, info.card, workload, Constraints()).plans], []
+            return [*plans, *self._candidates.preview(others, info.card, workload, Constraints()).plans], []
 
         return await self._make(instance.instance_id, instance.epoch + 1, candidates)
 
@@ -200,7 +160,7 @@ class ElectedPlanner:
         live = self._ports.topology().by_id.keys()
         near = live & {self._ports.node_id, *self._ports.transport.peers()}
         repairer = elect(instance.placement.model_id, live)[:1]
-        freed, unconfirmed = await self._tell_all(holders.union(near, repairer), DELETE, deletion)
+        freed, unconfirmed = await self._calls.tell_all(holders.union(near, repairer), DELETE, deletion)
         self._just_placed.pop(instance.instance_id, None)
         return {node: size for node, size in freed.items() if size or node in holders}, tuple(
             node for node in unconfirmed if node in holders
@@ -219,7 +179,9 @@ class ElectedPlanner:
 
     async def _plan_and_make(self, ask: Place, instance_id: InstanceId, epoch: int, old: Instance | None) -> Placed:
         info = await self._ports.model_cards.get(ask.model_id)
-        return await self._make(instance_id, epoch, lambda silent: self._plans(ask, info.card, old, silent))
+        return await self._make(
+            instance_id, epoch, lambda silent: self._candidates.best_first(ask, info.card, old, silent)
+        )
 
     async def _make(
         self, instance_id: InstanceId, epoch: int, candidates: Callable[[frozenset[NodeId]], Candidates]
@@ -242,7 +204,7 @@ class ElectedPlanner:
             plans, refusals = candidates(silent)
             if not plans:
                 why = refusals[0].explanation if refusals else "no live node can hold the model"
-                names = ", ".join(sorted(self._name(node) for node in silent))
+                names = ", ".join(sorted(self._calls.name(node) for node in silent))
                 raise error(
                     f"{why.removesuffix('.')}. Not counted, since they do not answer: {names[:500]}" if silent else why,
                     do="`meshinfer plan` shows every candidate with its numbers",
@@ -263,21 +225,21 @@ class ElectedPlanner:
                 break
         raise error(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
 
-    async def _try(self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int) -> _Tried:
+    async def _try(self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int) -> Tried:
         """Lease and commit every seat of it, or none."""
         placement = candidate.placement
-        tried = _Tried("", epoch)
+        tried = Tried("", epoch)
         for _ in range(EPOCH_TRIES):
-            newest, tried = await self._lease_all(instance_id, epoch, candidate, begun_epoch)
+            newest, tried = await self._calls.lease_all(instance_id, epoch, candidate, begun_epoch)
             if not tried.why:
-                tried = await self._commit_all(Placed(instance_id, epoch, placement))
+                tried = await self._calls.commit_all(Placed(instance_id, epoch, placement))
             if not tried.why and not self._seats.is_deleted(instance_id, begun_epoch):
-                where = ", ".join(self._name(node) for node in placement.node_ids)
+                where = ", ".join(self._calls.name(node) for node in placement.node_ids)
                 log.info("instance %s epoch %d is placed on %s", instance_id, epoch, where)
                 return tried
             ref = SeatRef(instance_id, epoch, placement.placement_id, "its placing failed")
             # Where that is not heard, the lease lapses by itself.
-            await self._tell_all(set(placement.node_ids) - tried.unheard, RELEASE, ref)
+            await self._calls.tell_all(set(placement.node_ids) - tried.unheard, RELEASE, ref)
             what = f"instance {instance_id} was deleted while it was being placed"
             if self._seats.is_deleted(instance_id, begun_epoch):
                 raise Refused(what, do="ask again")
@@ -289,89 +251,10 @@ class ElectedPlanner:
             epoch = max(epoch, newest) + 1
         return tried
 
-    def _plans(self, ask: Place, card: ModelCard, old: Instance | None, silent: frozenset[NodeId]) -> Candidates:
-        """Candidates, best first: without `silent` nodes, nor those in doubt if that is possible."""
-        topology = _without(silent, _with_memory_of(self._ports.topology(), old))
-        doubtful = self._ports.doubtful() | self._troubled(old) | frozenset(ask.out_of_reach)
-        sure = _without(doubtful, topology)
-        refusals: list[Refusal] = []
-        # What serves all but one origin is replaced by what serves that one, too, or not at all.
-        is_of_use = old is not None and self._ports.is_usable(old)
-        for among in (sure,) if is_of_use else (sure, topology) if doubtful else (topology,):
-            plans, refusals = self._candidates(ask, card, among, old)
-            if old is not None and ask.placement is None:
-                lost = [
-                    index
-                    for index, (seat, report) in enumerate(zip(old.placement.seats, old.reports, strict=True))
-                    if report is None or report.state not in WARM_STATES or seat.node_id not in among.by_id
-                ]
-                chunk = self._ports.settings.prefill_chunk_tokens
-                plans = [*repairs(old.placement, lost, among, card, prefill_chunk_tokens=chunk), *plans]
-            if plans:
-                return plans, refusals
-        return [], refusals
-
-    def _troubled(self, old: Instance | None) -> frozenset[NodeId]:
-        """Nodes whose runner for this instance failed again and again of late: its seat goes elsewhere if it can."""
-        if old is None:
-            return frozenset()
-        now = trio.current_time()
-        for seat, report in zip(old.placement.seats, old.reports, strict=True):
-            if report is not None and report.state == "failed":
-                epochs = self._failures.setdefault((old.instance_id, seat.node_id), {})
-                epochs.setdefault(old.epoch, now)
-                if report.error_code in LASTING_ERRORS:
-                    epochs.setdefault(-1, now)  # once is enough
-        for key, epochs in list(self._failures.items()):
-            recent = {epoch: at for epoch, at in epochs.items() if now - at < FAILURES_SECONDS}
-            if recent:
-                self._failures[key] = recent
-            else:
-                del self._failures[key]
-        return frozenset(
-            node
-            for (instance_id, node), epochs in self._failures.items()
-            if instance_id == old.instance_id and len(epochs) >= FAILURES_BEFORE_ELSEWHERE
-        )
-
-    def _candidates(
-        self, ask: Place, card: ModelCard, topology: Topology, old: Instance | None
-    ) -> tuple[list[Plan], list[Refusal]]:
-        if ask.placement is not None:
-            chunk = self._ports.settings.prefill_chunk_tokens
-            verdict = validate_placement(ask.placement, topology, card, may_fetch=True, prefill_chunk_tokens=chunk)
-            return ([verdict], []) if isinstance(verdict, Plan) else ([], [verdict])
-        # Where the broken one was, the files are, and perhaps layers: another place must be worth it.
-        running = old if old is not None and _answers(old.placement, ask) else None
-        preview = self._plan(topology, card, ask.workload, ask.constraints, running)
-        return list(preview.plans), list(preview.refusals)
-
-    def _plan(
-        self,
-        topology: Topology,
-        card: ModelCard,
-        workload: Workload,
-        constraints: Constraints,
-        running: Instance | None = None,
-    ) -> Preview:
-        """`topology` counts the memory of `running` as free."""
-        preview = plan(
-            topology,
-            card,
-            workload,
-            constraints,
-            may_fetch=True,
-            prefill_chunk_tokens=self._ports.settings.prefill_chunk_tokens,
-            running=running.placement if running else None,
-        )
-        if self._ports.want_links is not None:
-            self._ports.want_links(hop for each in preview.plans for hop in _hops(each.placement))
-        return preview
-
     def _in_use(self, ask: Place) -> Instance | None:
         """The instance that a request like this would be answered by."""
         for instance in self._ports.instances_of(ask.model_id):
-            if _answers(instance.placement, ask) and self._ports.is_usable(instance, ask.out_of_reach):
+            if answers(instance.placement, ask) and self._ports.is_usable(instance, ask.out_of_reach):
                 return instance
         return None
 
@@ -385,7 +268,7 @@ class ElectedPlanner:
         for just in self._just_placed.values():
             placement = just.placed.placement
             is_live = set(placement.node_ids) <= set(self._ports.topology().by_id)
-            wanted = placement.model_id == ask.model_id and _answers(placement, ask)
+            wanted = placement.model_id == ask.model_id and answers(placement, ask)
             is_deleted = self._seats.is_deleted(just.placed.instance_id, just.begun_epoch)
             if wanted and is_live and not is_deleted and just.placed.instance_id not in seen:
                 return just.placed
@@ -402,79 +285,6 @@ class ElectedPlanner:
                 return instance_id, old
             replica += 1
 
-    async def _lease_all(
-        self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int
-    ) -> tuple[int, _Tried]:
-        """(newest epoch that a seat has seen or 0, what came of it)."""
-        unheard: set[NodeId] = set()
-        answers: dict[int, LeaseAnswer] = {}
-        placement = candidate.placement
-
-        async def lease(index: int) -> None:
-            need_bytes = candidate.memory[index].need_bytes
-            ask = Lease(instance_id, epoch, placement, index, need_bytes, begun_epoch)
-            try:
-                answers[index] = await self._call_seat(placement.seats[index].node_id, LEASE, ask, LeaseAnswer)
-            except MeshinferError as error:
-                answers[index] = LeaseAnswer(granted=False, why=str(error)[:2048])
-                if isinstance(error, SILENCE):
-                    unheard.add(placement.seats[index].node_id)
-
-        async with trio.open_nursery() as nursery:
-            for index in range(len(placement.seats)):
-                nursery.start_soon(lease, index)
-        refused = [(index, answer) for index, answer in sorted(answers.items()) if not answer.granted]
-        why = "; ".join(
-            f"seat {index} on {self._name(placement.seats[index].node_id)}: {a.why}" for index, a in refused
-        )
-        newest = max((answer.newest_epoch for answer in answers.values()), default=0)
-        deleted = [answer.newest_epoch for _, answer in refused if answer.is_deleted]
-        deletion = Deletion(instance_id, max(deleted)) if deleted else None
-        return newest, _Tried(why, epoch, frozenset(unheard), deletion=deletion)
-
-    async def _commit_all(self, placed: Placed) -> _Tried:
-        ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)
-        _, failures = await self._tell_all(placed.placement.node_ids, COMMIT, ref)
-        unheard = frozenset(node for node, error in failures.items() if isinstance(error, SILENCE))
-        why = "; ".join(f"{self._name(node)}: {error}" for node, error in failures.items())
-        return _Tried(why, placed.epoch, unheard, is_committed=True)
-
-    async def _tell_all(
-        self, nodes: Iterable[NodeId], method: str, message: SeatRef | Deletion
-    ) -> tuple[dict[NodeId, int], dict[NodeId, MeshinferError]]:
-        """Bytes freed by each that has done it, and why the others have not; all at once."""
-        freed: dict[NodeId, int] = {}
-        failures: dict[NodeId, MeshinferError] = {}
-
-        async def tell(node: NodeId) -> None:
-            try:
-                freed[node] = (await self._call_seat(node, method, message, Done)).freed_bytes
-            except MeshinferError as error:
-                log.info("%s did not %s %s: %s", self._name(node), method, message.instance_id, error)
-                failures[node] = error
-
-        async with trio.open_nursery() as nursery:
-            for node in nodes:
-                nursery.start_soon(tell, node)
-        return freed, dict(sorted(failures.items()))
-
-    async def _call_seat(self, node: NodeId, method: str, message: Lease | SeatRef | Deletion, answer: type[A]) -> A:
-        """One call to a seat's node; this node's own seats without the network."""
-        if node == self._ports.node_id:
-            local: object
-            if isinstance(message, Lease):
-                local = await self._seats.lease(message)
-            elif isinstance(message, Deletion):
-                local = await self._seats.delete(message)
-            elif method == COMMIT:
-                local = await self._seats.commit(message)
-            else:
-                local = await self._seats.release(message)
-            assert isinstance(local, answer)
-            return local
-        timeout = self._ports.settings.call_timeout_seconds
-        return decode(answer, await self._ports.call(node, method, encode(message), timeout))
-
     async def _on_place(self, peer: NodeId, payload: bytes) -> bytes:
         del peer
         return encode(await self.place(decode(Place, payload)))
@@ -483,46 +293,6 @@ class ElectedPlanner:
         until = trio.current_time() + ANNOUNCE_SECONDS
         self._just_placed[placed.instance_id] = _JustPlaced(placed, begun_epoch, until)
 
-    def _name(self, node: NodeId) -> str:
-        card = self._ports.topology().by_id.get(node)
-        return card.name if card else node
-
 
 def _placed(instance: Instance) -> Placed:
     return Placed(instance.instance_id, instance.epoch, instance.placement)
-
-
-def _answers(placement: Placement, ask: Place) -> bool:
-    """Whether an instance of `placement` is what is asked for: that very one, or one that reserves at least as much."""
-    if ask.placement is not None:
-        return placement == ask.placement
-    nodes = set(placement.node_ids)
-    allowed = nodes.isdisjoint(ask.constraints.exclude) and nodes <= set(ask.constraints.nodes or nodes)
-    held = {node: sum(seat.layers for seat in placement.seats if seat.node_id == node) for node in nodes}
-    has_layers = all(held.get(node) == count for node, count in ask.constraints.layers)
-    has_context = placement.context_tokens >= ask.workload.context_tokens
-    return allowed and has_layers and has_context and placement.concurrency >= ask.workload.concurrency
-
-
-def _without(nodes: frozenset[NodeId], topology: Topology) -> Topology:
-    if not nodes:
-        return topology
-    return Topology.of((node for node in topology.nodes if node.node_id not in nodes), topology.links)
-
-
-def _hops(placement: Placement) -> Iterator[tuple[NodeId, NodeId]]:
-    """The links that a token goes over: from each node to the next, and from the last back to the first."""
-    nodes = [seat.node_id for seat in placement.seats]
-    return ((here, there) for here, there in pairwise([*nodes, nodes[0]]) if here != there)
-
-
-def _with_memory_of(topology: Topology, old: Instance | None) -> Topology:
-    """`topology` as if the seats of an instance were free: its next epoch takes their place and memory."""
-    if old is None:
-        return topology
-
-    def without(card: NodeCard) -> NodeCard:
-        freed = sum(seat.promised_bytes for seat in card.seats if seat.instance_id == old.instance_id)
-        return replace(card, memory_promised_bytes=max(0, card.memory_promised_bytes - freed)) if freed else card
-
-    return Topology.of((without(card) for card in topology.nodes), topology.links)

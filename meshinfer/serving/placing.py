@@ -31,7 +31,8 @@ from meshinfer.base.errors import (
 )
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.planning.workload import Constraints, Workload
-from meshinfer.serving.elected_planner import ANNOUNCE_SECONDS, LASTING_ERRORS, ElectedPlanner
+from meshinfer.serving.candidates import LASTING_ERRORS
+from meshinfer.serving.elected_planner import ANNOUNCE_SECONDS, ElectedPlanner
 from meshinfer.serving.election import elect
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Waiting
