@@ -28,6 +28,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+HOUR_SECONDS = 3600.0
+"""What wrong clocks are wrong by."""
+
 Deed = Literal[
     "kill",
     "stop",
@@ -39,6 +42,7 @@ Deed = Literal[
     "mute",
     "cut from origin",
     "split",
+    "step clocks",
     "starve runner",
     "refuse memory",
     "slow down",
@@ -55,6 +59,7 @@ Deed = Literal[
 runner alone dies, or computes no more while it goes on to send heartbeats. freeze runner: it alone is stopped. cut off: nothing passes from or to it;
 deafen: to it; mute: from it. cut from origin: nothing passes between it and the request's origin, while all others
 reach both (a bridge). split: the mesh falls into the origin with as many others as the model needs, and the rest.
+step clocks: its wall clock steps by an hour, ahead or back.
 Of real machines only: starve runner: the kernel kills it for want of memory; refuse memory: it gets no more of it;
 slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home. … lines: its
 control connections (not those of its runners) suffer that from a fault proxy, both ways."""
@@ -83,6 +88,8 @@ class Scenario:
     nodes: int = 5
     stages: int = 3
     """As many nodes as the model needs at least."""
+    skew_seconds: float = 0.0
+    """How far the clocks of one node, which the seed picks, are ahead of the others', from the start."""
     ends: Literal["success", "error", "either"] = "success"
     """What the clients of live origins must see. either: the fault outlasts what a request waits for, or hits the
     origin itself."""
@@ -123,6 +130,13 @@ def scenarios() -> tuple[Scenario, ...]:
         bridge = (Fault("cut from origin", part, seconds=10.0),)
         found.append(Scenario(f"bridge: {part} and origin cannot reach each other for 10 s", bridge))
     lost = (Fault("kill", "middle"),)
+    for part in ("middle", "planner"):
+        for way, skew in (("ahead", HOUR_SECONDS), ("behind", -HOUR_SECONDS)):
+            name = f"kill {part}, one node's clocks an hour {way}"
+            found.append(Scenario(name, (Fault("kill", part),), skew_seconds=skew))
+    found.append(Scenario("step clocks of origin", (Fault("step clocks", "origin"),)))
+    step = Fault("step clocks", "planner", "first token")
+    found.append(Scenario("step clocks of planner, and kill last", (step, Fault("kill", "last"))))
     found.append(Scenario("kill middle, and the model fits nowhere", lost, nodes=3, ends="error"))
     return tuple(found)
 

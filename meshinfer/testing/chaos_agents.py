@@ -35,6 +35,7 @@ from meshinfer.testing.agent_room import CONTEXT_TOKENS, MODEL, AgentRoom, RoomE
 from meshinfer.testing.agent_witness import Witness, read_agent
 from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import (
+    HOUR_SECONDS,
     Answer,
     Deed,
     Fault,
@@ -47,7 +48,7 @@ from meshinfer.testing.chaos import (
 )
 from meshinfer.testing.fault_proxy import Faults
 from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
-from meshinfer.testing.machines import CabledMachines, OneMachine, SmallDisks
+from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 from meshinfer.testing.stream_client import Question, ask
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 TOKENS = 48
 DEADLINE_SECONDS = 120.0
 REST_SECONDS = 5.0
+TRIES = 3
+"""Of a run whose fault comes too late: a reading of who has which runner took longer than the rest of the answer."""
 LOOK_SECONDS = 0.1
 
 PHASES = {
@@ -104,6 +107,10 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
         deeds -= _WITH_LINES
     if issubclass(machines, SmallDisks):
         deeds.discard("fill disk")
+    if scenario.skew_seconds and not issubclass(machines, SkewedClocks):
+        return False
+    if issubclass(machines, SkewedClocks):
+        deeds.discard("step clocks")
     if kills_for_memory_work():
         deeds.discard("starve runner")
     if not why_not_hang():
@@ -122,12 +129,16 @@ class AgentChaos:
         self._expected: dict[str, str] = {}
 
     def play(self, scenario: Scenario, seed: int) -> Outcome:
-        """One run; afterwards the room is whole again."""
-        run = _Run(self._room, scenario, seed, self._expected)
-        try:
-            return run.play()
-        finally:
-            run.restore()
+        """One run; afterwards the room is whole again. Again, if the fault came when the answer was there already."""
+        for _ in range(TRIES):
+            run = _Run(self._room, scenario, seed, self._expected)
+            try:
+                outcome = run.play()
+            finally:
+                run.restore()
+            if not run.came_too_late(outcome.answers[0]):
+                return outcome
+        raise RoomError(f"{TRIES} times the answer was there before the fault: more tokens are needed")
 
 
 @dataclass
@@ -152,8 +163,9 @@ class _Run:
         self.seats = self.rng.sample(everyone, min(self.scenario.stages, max(2, len(everyone) - 1)))
         room.place(self.seats)
         self._learn_what_to_expect()
-        self.k = self.rng.randrange(2, TOKENS * 3 // 4)
+        self.k = self.rng.randrange(2, TOKENS // 2)  # the rest must take longer than making the fault
         self._cast()
+        self._set_clocks()
         for agent in room.live().values():  # links and caches that stay belong to the state before
             ask(agent.url, QUESTIONS["third"].body(MODEL), Answer("warm-up", "", DEADLINE_SECONDS, 0.0))
         before = [read_agent(agent) for agent in room.live().values()]
@@ -198,6 +210,10 @@ class _Run:
             self.room.start(name)
         self.room.wait_settled()
 
+    def came_too_late(self, answer: Answer) -> bool:
+        """Whether `answer` had its end before anything was done."""
+        return self.faulted_at - time.time() + time.monotonic() > answer.ended_at
+
     def _learn_what_to_expect(self) -> None:
         through = next(iter(self.room.live().values()))
         for client, question in QUESTIONS.items():
@@ -220,6 +236,18 @@ class _Run:
         self.other = self.rng.choice([name for name in free if name != self.origin] or [self.origin])
         if any(fault.part == "origin" and fault.deed not in harmless for fault in self.scenario.faults):
             self.other = self.rng.choice([name for name in agents if name != self.origin])
+
+    def _set_clocks(self) -> None:
+        """On machines that can: one agent's wall clock is wrong from now on. Another part's with each seed."""
+        machines = self.room.machines
+        if isinstance(machines, SkewedClocks):
+            parts: tuple[Part, ...] = ("origin", "head", "planner", self.scenario.faults[0].part)
+            part = parts[self.seed % len(parts)]
+            name = self.room.name_of(self.rng.choice(self._players(part)))
+            ahead = self.scenario.skew_seconds or HOUR_SECONDS
+            log.info("the wall clock of %s (%s) is %+.0f s off", name, part, ahead)
+            machines.set_wall_clock(name, ahead)
+            self.to_undo.append(lambda: machines.set_wall_clock(name, 0.0))
 
     def _players(self, part: Part) -> list[NodeId]:
         """Who may play that part now."""
@@ -336,6 +364,9 @@ class _Run:
             case "fill disk", SmallDisks():
                 machines.fill(name)
                 return lambda: machines.empty(name)
+            case "step clocks", SkewedClocks():
+                machines.set_wall_clock(name, self.rng.choice((HOUR_SECONDS, -HOUR_SECONDS)))
+                return lambda: machines.set_wall_clock(name, 0.0)
             case "half-close lines", BadLines():
                 machines.half_close(name)
             case "reset lines", BadLines():

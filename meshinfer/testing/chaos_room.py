@@ -14,13 +14,13 @@ import logging
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import trio
-import trio.testing
 
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import InstanceId, NodeId, SessionId
@@ -28,7 +28,24 @@ from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Finished, Generated, Waiting
-from meshinfer.testing.chaos import Answer, Fault, Outcome, Part, Reading, Scenario, answer_violations, rest_violations
+from meshinfer.testing.chaos import (
+    HOUR_SECONDS,
+    Answer,
+    Fault,
+    Outcome,
+    Part,
+    Reading,
+    Scenario,
+    answer_violations,
+    rest_violations,
+)
+from meshinfer.testing.clocks import (
+    NodeClocks,
+    later_clock,
+    separate_clocks,
+    shared_time,
+    sleep_until_shared,
+)
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
 from meshinfer.topology.placement import Placement
@@ -58,18 +75,41 @@ def replays(seed: int) -> None:
     scheduler._r.seed(seed)  # noqa: SLF001
 
 
-def play(scenario: Scenario, seed: int) -> Outcome:
-    """One run, on a clock that jumps."""
+async def _at_once(work: Callable[..., Any], *arguments: object, **_: object) -> object:
+    """Instead of in a thread: virtual time goes on without threads, and how far is never twice the same."""
+    await trio.lowlevel.checkpoint()
+    return work(*arguments)
+
+
+def play(
+    scenario: Scenario,
+    seed: int,
+    clocks: Mapping[str, NodeClocks] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """One run, on a clock that jumps.
+
+    Args:
+        scenario: what to play.
+        seed: of everything that chance decides.
+        clocks: of nodes, by name; those that `scenario` wants by default.
+        tell: is given all that happens, as it happens: each message that arrives and each step of a stage.
+    """
+    if clocks is None and scenario.skew_seconds:
+        skewed = random.Random(f"clocks {seed}").randrange(scenario.nodes)  # noqa: S311 - it replays
+        clocks = {f"node{skewed}": NodeClocks(scenario.skew_seconds, scenario.skew_seconds)}
 
     async def main() -> Outcome:
         rng = random.Random(f"{scenario.name} {seed}")  # noqa: S311 - it replays
-        cluster = Cluster(rng, memory_bytes=NODE_BYTES, speed=SPEED)
+        cluster = Cluster(rng, memory_bytes=NODE_BYTES, speed=SPEED, clocks=clocks)
+        cluster.network.tell = tell
         async with cluster.running(scenario.nodes):
             return await _Run(scenario, seed, cluster, rng).play()
         raise AssertionError
 
     replays(seed)
-    return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    with separate_clocks(), mock.patch.object(trio.to_thread, "run_sync", _at_once):
+        return trio.run(main, clock=later_clock())
 
 
 @dataclass
@@ -85,6 +125,7 @@ class Witness:
     """(session, seat) → positions that were read before."""
 
     def __call__(self, step: Step) -> None:
+        self.cluster.network.tell(f"{shared_time()!r} {step}")
         node = self.cluster.node_of(step.node_id)
         if node is None:
             self.stale[f"{step.node_id} ran a step after its death"] += 1
@@ -134,9 +175,10 @@ class _Run:
         cluster, rng = self.cluster, self.rng
         cluster.fabric.witness = self.witness
         serving = cluster.nodes[0].serving
-        preview = await serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
-        wanted = rng.choice([plan for plan in preview.plans if len(plan.placement.seats) == self.scenario.stages])
-        await serving.placer.place(Place(cluster.model.model_id, WORKLOAD, Constraints(), wanted.placement))
+        with cluster.nodes[0].clocks.worn():
+            preview = await serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
+            wanted = rng.choice([plan for plan in preview.plans if len(plan.placement.seats) == self.scenario.stages])
+            await serving.placer.place(Place(cluster.model.model_id, WORKLOAD, Constraints(), wanted.placement))
         await cluster.until(lambda: all([i.state for i in n.instances()] == ["ready"] for n in cluster.nodes))
         self.placement = wanted.placement
         self._cast()
@@ -145,7 +187,7 @@ class _Run:
             watching.start_soon(self.witness.watch_memory)
             # Links and caches that stay for the next request belong to the state before.
             for node in self._live():
-                warm_up = Answer(f"of {node.name}", exact_answer((1,), 1, 2), DEADLINE_SECONDS, trio.current_time())
+                warm_up = Answer(f"of {node.name}", exact_answer((1,), 1, 2), DEADLINE_SECONDS, shared_time())
                 await self._ask(warm_up, node, (1,), 1)
             before = [read_node(cluster, node) for node in self._live()]
             async with trio.open_nursery() as nursery:
@@ -153,7 +195,7 @@ class _Run:
                 for index, (origin, count) in enumerate(self._clients()):
                     nursery.start_soon(self._client, index, origin, count)
                 nursery.start_soon(self._prelude)
-            await trio.sleep_until(self.over_at)
+            await sleep_until_shared(self.over_at)
             settled, rest = await self._come_to_rest(before)
             watching.cancel_scope.cancel()
         violations = [v for answer in self.answers for v in answer_violations(answer, self._ends(answer))] + rest
@@ -228,7 +270,7 @@ class _Run:
         name = CLIENTS[index]
         if index:
             await trio.sleep(random.Random(seed).uniform(0, 0.5))  # noqa: S311 - it replays
-        answer = Answer(name, exact_answer(prompt, seed, count), DEADLINE_SECONDS, trio.current_time())
+        answer = Answer(name, exact_answer(prompt, seed, count), DEADLINE_SECONDS, shared_time())
         self.answers.append(answer)
         await self._ask(answer, origin, prompt, seed)
 
@@ -237,7 +279,7 @@ class _Run:
         request = self.cluster.request(prompt, len(answer.expected), seed, DEADLINE_SECONDS)
         if answer.client == "first":
             self._session = request.session_id
-        with trio.CancelScope() as connection:
+        with origin.clocks.worn(), trio.CancelScope() as connection:
             self._connections[origin.node_id].append((connection, answer))
             try:
                 async with origin.serving.sessions.generate(request) as events:
@@ -247,9 +289,9 @@ class _Run:
                 answer.error, answer.said = error.code, str(error)
             if not answer.error and math.isnan(answer.ended_at):
                 answer.error, answer.said = "internal", "the stream ended without an end"
-            answer.ended_at = trio.current_time()
+            answer.ended_at = shared_time()
         if connection.cancelled_caught:
-            answer.error, answer.ended_at = "connection", trio.current_time()
+            answer.error, answer.ended_at = "connection", shared_time()
 
     def _take(self, answer: Answer, event: object) -> None:
         match event:
@@ -257,11 +299,11 @@ class _Run:
                 if event.index != len(answer.got):
                     answer.ids.add(f"token {event.index} came as number {len(answer.got)}")
                 answer.got.append(event.token_id)
-                answer.times.append(trio.current_time())
+                answer.times.append(shared_time())
                 if answer.client == "first":
                     self._reached(event.index)
             case Finished():
-                answer.ended_at = trio.current_time()
+                answer.ended_at = shared_time()
             case Waiting(phase="repairing") if answer.client == "first":
                 self.noticed.set()
             case _:
@@ -296,12 +338,12 @@ class _Run:
             return
         node = self.cluster.node_of(self.rng.choice(players))
         assert node is not None
-        log.info("%.3f: %s %s (%s)", trio.current_time(), fault.deed, fault.part, node.node_id)
+        log.info("%.3f: %s %s (%s)", shared_time(), fault.deed, fault.part, node.node_id)
         network = self.cluster.network
         everyone = [other.node_id for other in self._live() if other is not node]
-        self.over_at = max(self.over_at, trio.current_time())
+        self.over_at = max(self.over_at, shared_time())
         if math.isfinite(fault.seconds):
-            self.over_at = max(self.over_at, trio.current_time() + fault.seconds)
+            self.over_at = max(self.over_at, shared_time() + fault.seconds)
         match fault.deed:
             case "kill":
                 self._kill(node)
@@ -313,6 +355,8 @@ class _Run:
             case "hang runner" | "freeze runner":
                 for runner in self.cluster.fabric.runners_of(node.node_id):
                     runner.hang(frozen=fault.deed == "freeze runner")
+            case "step clocks":
+                node.clocks.wall_ahead_seconds += self.rng.choice((HOUR_SECONDS, -HOUR_SECONDS))
             case "cut off":
                 network.cut([node.node_id], everyone)
             case "deafen":
@@ -336,7 +380,7 @@ class _Run:
             self.cluster.resume(node)
         else:
             network.heal()
-        log.info("%.3f: %s %s is over", trio.current_time(), fault.deed, fault.part)
+        log.info("%.3f: %s %s is over", shared_time(), fault.deed, fault.part)
 
     def _kill(self, node: SimNode) -> None:
         self.dead.add(node.node_id)
@@ -350,10 +394,10 @@ class _Run:
 
     async def _come_to_rest(self, before: Sequence[Reading]) -> tuple[float, list[str]]:
         """(seconds until all is as before, what is not in time)."""
-        start = trio.current_time()
-        live = {node.node_id for node in self._live()}
+        start = shared_time()
+        live = frozenset(node.node_id for node in self._live())
         with trio.move_on_after(MEET_SECONDS):
-            while any(set(node.mesh.topology().by_id) != live for node in self._live()):  # noqa: ASYNC110 - virtual time is free
+            while any(node.sees() != live for node in self._live()):  # noqa: ASYNC110 - virtual time is free
                 await trio.sleep(0.05)
         found: list[str] = []
         with trio.move_on_after(REST_SECONDS):
@@ -362,15 +406,15 @@ class _Run:
                 if not found:
                     break
                 await trio.sleep(0.05)
-        return trio.current_time() - start, found
+        return shared_time() - start, found
 
 
 def _held(node: SimNode) -> frozenset[tuple[InstanceId, int, int]]:
     """(instance, epoch, seat) of the seats that should have a runner now, by the node's own card."""
+    with node.clocks.worn():
+        seats = node.serving.ports.own_card().seats
     return frozenset(
-        (seat.instance_id, seat.epoch, seat.seat_index)
-        for seat in node.serving.ports.own_card().seats
-        if seat.state not in {"leased", "failed"}
+        (seat.instance_id, seat.epoch, seat.seat_index) for seat in seats if seat.state not in {"leased", "failed"}
     )
 
 
@@ -380,7 +424,7 @@ def read_node(cluster: Cluster, node: SimNode) -> Reading:
     runners = cluster.fabric.runners_of(node.node_id)
     return Reading(
         node=node.node_id,
-        members=frozenset(node.mesh.topology().by_id),
+        members=node.sees(),
         instances=tuple(sorted((i.instance_id, i.epoch, i.placement.placement_id, i.state) for i in node.instances())),
         requests=serving.sessions.count,
         sessions=sum(len(runner.sessions) for runner in runners),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from meshinfer.serving.requests import Finished, Generated, GenerateRequest
 from meshinfer.serving.service import Serving
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cards import model_card, node_card
+from meshinfer.testing.clocks import NodeClocks
 from meshinfer.testing.engine import FakeFabric, FakeSpeed
 from meshinfer.testing.network import SimNetwork, SimTransport
 from meshinfer.testing.probes import SimProbes, Truth
@@ -57,6 +58,7 @@ class SimNode:
     mesh: Mesh
     serving: Serving
     home: Path
+    clocks: NodeClocks
     ended: trio.Event = field(default_factory=trio.Event)
     nursery: trio.Nursery | None = None
     """Everything that runs in it; None before and after its life."""
@@ -66,7 +68,13 @@ class SimNode:
         return self.transport.node_id
 
     def instances(self) -> tuple[Instance, ...]:
-        return self.serving.ports.instances()
+        with self.clocks.worn():
+            return self.serving.ports.instances()
+
+    def sees(self) -> frozenset[NodeId]:
+        """The live members, by its view."""
+        with self.clocks.worn():
+            return frozenset(self.mesh.topology().by_id)
 
     def tasks(self, *names: str) -> int:
         """How many of its tasks have one of `names` in their own."""
@@ -91,10 +99,12 @@ class Cluster:
         others: Sequence[ModelCard] = (),
         speed: FakeSpeed | None = None,
         truth: Truth | None = None,
+        clocks: Mapping[str, NodeClocks] | None = None,
     ) -> None:
         """Nodes have `memory_bytes` each; by default `model` (64 MiB in 8 layers) needs two of them.
 
         Every node has the files of `others`, too. With `truth` about links they are probed.
+        `clocks`, by name, are those of nodes whose clocks are wrong (`testing.clocks`).
         """
         self.network = SimNetwork(rng)
         self.probes = SimProbes(truth, rng) if truth else None
@@ -104,6 +114,7 @@ class Cluster:
         self.nodes: list[SimNode] = []
         """Those that were started, the killed ones too, in order."""
         self._rng = rng
+        self._clocks = dict(clocks or {})
         self._memory_bytes = memory_bytes
         self._nursery: trio.Nursery | None = None
         self._requests = 0
@@ -138,9 +149,11 @@ class Cluster:
         own_card = OwnCard(card, home)
         probes = self.probes.of(transport.node_id) if self.probes else None
         mesh = Mesh(transport, own_card, MeshSettings(home, "sim", seeds, discovery=False), self._rng, probes=probes)
-        node = SimNode(name, transport, mesh, self._serving(transport, mesh, own_card, home), home)
+        serving = self._serving(transport, mesh, own_card, home)
+        node = SimNode(name, transport, mesh, serving, home, self._clocks.get(name) or NodeClocks())
         self.nodes.append(node)
-        await self._nursery.start(self._run, node)
+        with node.clocks.worn():
+            await self._nursery.start(self._run, node)
         return node
 
     async def restart(self, node: SimNode) -> SimNode:
@@ -174,8 +187,8 @@ class Cluster:
     async def settle(self, nodes: Sequence[SimNode] = (), timeout_seconds: float = 30.0) -> None:
         """Until `nodes` (all that were started, by default) see exactly each other."""
         group = nodes or self.nodes
-        everyone = {node.node_id for node in group}
-        await self.until(lambda: all(set(node.mesh.topology().by_id) == everyone for node in group), timeout_seconds)
+        everyone = frozenset(node.node_id for node in group)
+        await self.until(lambda: all(node.sees() == everyone for node in group), timeout_seconds)
 
     async def until(self, is_so: Callable[[], bool], timeout_seconds: float = 30.0) -> float:
         """Virtual seconds until `is_so()`. Raises trio.TooSlowError if it does not come true in time."""
@@ -213,15 +226,16 @@ class Cluster:
     ) -> tuple[int, ...]:
         """The whole answer, checked to be gapless. Raises the request's MeshinferError."""
         tokens: list[int] = []
-        async with origin.serving.sessions.generate(request) as events:
-            async for event in events:
-                if isinstance(event, Generated):
-                    assert event.index == len(tokens), f"token {event.index} after {len(tokens)}"
-                    tokens.append(event.token_id)
-                    if on_token:
-                        on_token(event.index)
-                elif isinstance(event, Finished):
-                    assert event.reason == "length"
+        with origin.clocks.worn():
+            async with origin.serving.sessions.generate(request) as events:
+                async for event in events:
+                    if isinstance(event, Generated):
+                        assert event.index == len(tokens), f"token {event.index} after {len(tokens)}"
+                        tokens.append(event.token_id)
+                        if on_token:
+                            on_token(event.index)
+                    elif isinstance(event, Finished):
+                        assert event.reason == "length"
         return tuple(tokens)
 
     async def _run(self, node: SimNode, *, task_status: TaskStatus[None]) -> None:

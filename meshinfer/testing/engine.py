@@ -22,6 +22,7 @@ import trio
 
 from meshinfer.base.errors import PeerLost
 from meshinfer.base.ids import InstanceId, NodeId, SessionId
+from meshinfer.testing.clocks import shared_time, sleep_until_shared
 from meshinfer.testing.network import SimNetwork
 from meshinfer.wire.messages import ChannelOffer, ChannelRole
 from meshinfer.wire.records import CancelSession, OpenSession, OriginRecord, RunnerRecord, SessionFailed, Token
@@ -195,7 +196,7 @@ class FakeChannel:
         await trio.lowlevel.checkpoint()
         if self._closed:
             raise PeerLost("the runner is gone")
-        self._ask.send_nowait((trio.current_time(), record))
+        self._ask.send_nowait((shared_time(), record))
 
     async def receive(self) -> RunnerRecord:
         network, there, here = self.runner.network, self.runner.node_id, self.origin
@@ -204,7 +205,7 @@ class FakeChannel:
         except (trio.EndOfChannel, trio.ClosedResourceError) as error:
             await network.clear(there, here)  # nor does the end get past a cut
             raise PeerLost("the channel to the runner was closed") from error
-        await trio.sleep_until(sent_at + network.latency_seconds)
+        await sleep_until_shared(sent_at + network.latency_seconds)
         await network.clear(there, here)
         return record
 
@@ -214,7 +215,7 @@ class FakeChannel:
 
     def deliver(self, record: RunnerRecord) -> None:
         if not self._closed:
-            self._send.send_nowait((trio.current_time(), record))
+            self._send.send_nowait((shared_time(), record))
 
     def hang_up(self) -> None:
         """Either side is gone."""
@@ -226,7 +227,7 @@ class FakeChannel:
         """Bring what the origin sends to the runner; the runner runs this until the origin hangs up."""
         network, there, here = self.runner.network, self.origin, self.runner.node_id
         async for sent_at, record in self._asked:
-            await trio.sleep_until(sent_at + network.latency_seconds)
+            await sleep_until_shared(sent_at + network.latency_seconds)
             await network.clear(there, here)
             await self.runner.moves()
             self.runner.take(record, self)
@@ -261,7 +262,7 @@ class FakeRunner:
         self._broken = False
         self._hangs_since: float | None = None
         self._is_frozen = False
-        self._started_at = trio.current_time()
+        self._started_at = shared_time()
 
     # --- as the agent sees it -------------------------------------------------------------------
 
@@ -333,13 +334,13 @@ class FakeRunner:
 
     def hang(self, *, frozen: bool = False) -> None:
         """Its MLX thread does nothing any more; heartbeats go on, unless the whole process is `frozen`."""
-        self._hangs_since, self._is_frozen = trio.current_time(), frozen
+        self._hangs_since, self._is_frozen = shared_time(), frozen
 
     # --- the runner itself ----------------------------------------------------------------------
 
     async def _live(self) -> None:
         speed = self._fabric.speed
-        await trio.sleep_until(self._started_at + speed.start_seconds)  # a spare has done so already
+        await sleep_until_shared(self._started_at + speed.start_seconds)  # a spare has done so already
         await self.moves()
         async for message in self._inbox:
             match message:
@@ -400,7 +401,7 @@ class FakeRunner:
         while not self.dead:
             await trio.sleep(HEARTBEAT_SECONDS)
             await self._fabric.moves(self.node_id)
-            busy = trio.current_time() - self._hangs_since if self._hangs_since is not None else 0.0
+            busy = shared_time() - self._hangs_since if self._hangs_since is not None else 0.0
             if not self._is_frozen:
                 self._say(Heartbeat(self._tokens, busy, len(self.sessions), 0, 1000, 0, 1000, 0.01, self._tokens))
 

@@ -3,7 +3,7 @@
     OneMachine     loopback; every agent as a person would start it
     CabledMachines a network namespace and a cable of its own for each; a cable can be pulled or made slow,
                    and what one sends to another can be made to vanish
-    SkewedClocks   one agent whose clocks, wall and monotonic, are an hour ahead of everybody's
+    SkewedClocks   monotonic clocks hours apart, and wall clocks that can be set
     SmallDisks     a home of 4 MiB each, which can be filled
     (BadLines      fault proxies between them: `testing.bad_lines`)
 
@@ -19,6 +19,8 @@ import uuid
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
+
+from meshinfer.base.files import write_atomically
 
 HOUR_SECONDS = 3600
 DISK_BYTES = 4 * 1024**2
@@ -155,19 +157,32 @@ class CabledMachines(OneMachine):
 
 
 class SkewedClocks(OneMachine):
-    """The first agent's monotonic clock is that of a time namespace, its wall clock that of libfaketime."""
+    """No two agents' monotonic clocks agree, by an hour each, and anybody's wall clock can be set.
+
+    The monotonic clock is that of a time namespace, and its runners' as well; the wall clock that of libfaketime.
+    """
 
     @staticmethod
     def why_not() -> str:
         return needs_root("unshare") or ("" if _faketime() else "it needs libfaketime (apt-get install faketime)")
 
     def prefix(self, name: str) -> tuple[str, ...]:
-        if name != self.names[0]:
-            return ()
         # Neither tool forks: the process that is signalled is the agent. The monotonic clock is left to the namespace.
-        fake = (f"FAKETIME=+{HOUR_SECONDS}s", "FAKETIME_DONT_FAKE_MONOTONIC=1", "FAKETIME_DISABLE_SHM=1")
-        ahead = ("--monotonic", str(HOUR_SECONDS), "--boottime", str(HOUR_SECONDS))
+        file = (f"FAKETIME_TIMESTAMP_FILE={self._clock(name)}", "FAKETIME_CACHE_DURATION=1")
+        fake = (*file, "FAKETIME_DONT_FAKE_MONOTONIC=1", "FAKETIME_DISABLE_SHM=1", "NO_FAKE_STAT=1")
+        seconds = str(HOUR_SECONDS * self.names.index(name))
+        ahead = ("--monotonic", seconds, "--boottime", seconds)
         return ("unshare", "--time", *ahead, "env", f"LD_PRELOAD={_faketime()}", *fake)
+
+    def set_wall_clock(self, name: str, ahead_seconds: float) -> None:
+        """Within a second, it and its runners see their wall clocks so far ahead."""
+        write_atomically(self._clock(name), f"{ahead_seconds:+.0f}s\n".encode())
+
+    def _furnish(self, name: str) -> None:
+        self.set_wall_clock(name, 0.0)
+
+    def _clock(self, name: str) -> Path:
+        return self.directory / name / "wall-clock"
 
 
 class SmallDisks(OneMachine):

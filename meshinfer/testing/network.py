@@ -27,7 +27,8 @@ import hmac
 import logging
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
 import trio
@@ -35,6 +36,7 @@ from trio import TaskStatus
 
 from meshinfer.base.errors import BadInput, DeadlineExceeded, MeshinferError, PeerLost, ProtocolError, Refused
 from meshinfer.base.ids import NodeId
+from meshinfer.testing.clocks import shared_time
 from meshinfer.transport.base import (
     MAX_CALL_BYTES,
     MAX_GOSSIP_BYTES,
@@ -96,6 +98,8 @@ class SimNetwork:
         self.received_messages: Counter[tuple[NodeId, str]] = Counter()
         self.failures: list[Exception] = []
         """Errors in handlers that were no MeshinferError: bugs, for a test to look at."""
+        self.tell: Callable[[str], None] = lambda _: None
+        """Called for everything that arrives."""
         self.latency_seconds = latency_seconds
         """Of every pair, one way."""
         self._secret = self.rng.randbytes(32)
@@ -172,6 +176,7 @@ class SimNetwork:
             await self._held.park()
 
     def arrived(self, node: NodeId, kind: str, payload: bytes) -> None:
+        self.tell(f"{shared_time()!r} {node} gets {kind} {payload!r}")
         self.received_bytes[node, kind] += len(payload)
         self.received_messages[node, kind] += 1
 
@@ -267,6 +272,8 @@ class SimTransport:
         self._handlers: dict[str, Handler] = {}
         self._slots: dict[NodeId, trio.Semaphore] = defaultdict(lambda: trio.Semaphore(HANDLERS_PER_PEER))
         self._nursery: trio.Nursery | None = None
+        self._context = Context()
+        """What its process runs in: handlers do so too, whoever calls."""
         self._calls_sent = self._calls_served = self._calls_failed = 0
         self._gossip_sent = self._gossip_received = self._gossip_dropped = self._gossip_bytes_sent = 0
         self._strangers_refused = 0
@@ -295,7 +302,7 @@ class SimTransport:
         self.network.attach(self)
         try:
             async with trio.open_nursery() as nursery:
-                self._nursery = nursery
+                self._nursery, self._context = nursery, copy_context()
                 task_status.started()
                 try:
                     await trio.sleep_forever()
@@ -346,7 +353,7 @@ class SimTransport:
         call = _Call()
         connection.calls.add(call)
         try:
-            callee._nursery.start_soon(callee._serve, self._node_id, method, payload, call)  # noqa: SLF001
+            callee._start(callee._serve, self._node_id, method, payload, call)  # noqa: SLF001
             with trio.move_on_after(timeout_seconds):
                 await call.done.wait()
         finally:
@@ -402,8 +409,12 @@ class SimTransport:
             raise AssertionError(f"{EVENT_QUEUE} events wait: nobody reads those of node {self._node_id}") from None
 
     def expect_gossip(self, author: NodeId, payload: bytes, delay_seconds: float) -> None:
+        self._start(self._receive_gossip, author, payload, delay_seconds)
+
+    def _start(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """In its process, by whoever; nothing once that is gone."""
         if self._nursery is not None:
-            self._nursery.start_soon(self._receive_gossip, author, payload, delay_seconds)
+            self._context.copy().run(self._nursery.start_soon, work, *arguments)
 
     async def _receive_gossip(self, author: NodeId, payload: bytes, delay_seconds: float) -> None:
         await trio.sleep(delay_seconds)

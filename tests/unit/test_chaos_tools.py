@@ -246,3 +246,38 @@ def test_every_scenario_of_a_machine_can_be_played_on_one() -> None:
 def test_what_three_agents_cannot_show_is_left_to_the_simulation(name: str) -> None:
     scenario = next(scenario for scenario in scenarios() if scenario.name == name)
     assert not any(can_play(scenario, kind, 3) for kind in (OneMachine, CabledMachines, SmallDisks, SkewedClocks))
+
+
+def test_wrong_clocks_are_only_played_where_clocks_can_be_wrong() -> None:
+    about_clocks = [scenario for scenario in scenarios() if "clocks" in scenario.name]
+    assert len(about_clocks) == 6
+    for scenario in about_clocks:
+        assert can_play(scenario, SkewedClocks, 3), scenario.name
+        assert not can_play(scenario, OneMachine, 3), scenario.name
+
+
+@pytest.mark.skipif(bool(SkewedClocks.why_not()), reason=SkewedClocks.why_not() or "it can")
+def test_a_machines_clocks_are_wrong_and_its_wall_clock_can_be_set(tmp_path: Path) -> None:
+    looks = "import time\nwhile True: print(time.time(), time.monotonic(), flush=True); input()"
+    with SkewedClocks(tmp_path) as machines:
+        for name in ("a", "b"):
+            machines.move_in(name)
+        command = [*machines.prefix("b"), sys.executable, "-c", looks]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+
+            def hours_ahead() -> tuple[int, int]:
+                assert process.stdout is not None
+                wall, monotonic = map(float, process.stdout.readline().split())
+                return round((wall - time.time()) / 3600), round((monotonic - time.monotonic()) / 3600)
+
+            assert hours_ahead() == (0, 1)
+            machines.set_wall_clock("b", -3600.0)
+            deadline, seen = time.monotonic() + 10.0, (0, 1)
+            while seen != (-1, 1) and time.monotonic() < deadline:
+                process.stdin.write("\n")
+                process.stdin.flush()
+                seen = hours_ahead()
+            process.kill()
+    assert seen == (-1, 1)
