@@ -20,7 +20,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
@@ -149,7 +149,6 @@ class Mesh:
         own_card: OwnCard,
         settings: MeshSettings,
         rng: random.Random,
-        on_another_mesh: Callable[[AnotherMesh], None] | None = None,
         probes: ProbeChannels | None = None,
     ) -> None:
         """
@@ -158,7 +157,6 @@ class Mesh:
             own_card: written by whoever knows something of this node; announced here.
             settings: see there.
             rng: spreads retries, picks whom to ask.
-            on_another_mesh: called once for each other mesh that is heard on this network; logged if None.
             probes: with what links are measured beyond pings; None: they are not.
 
         Raises:
@@ -168,7 +166,6 @@ class Mesh:
             parse_address(seed)
         self._transport, self._own_card, self._settings = transport, own_card, settings
         self._own = transport.node_id
-        self._on_another_mesh = on_another_mesh or _log_another_mesh
         self._membership = Membership()
         self._membership_news = Changes()
         self._view = View(sign(own_card.card, (), transport.sign))
@@ -419,7 +416,7 @@ class Mesh:
 
     def _on_hint(self, hint: Hint) -> None:
         if isinstance(hint, AnotherMesh):
-            self._on_another_mesh(hint)
+            log.warning("%s", hint.message)
         elif hint.node_id == self._own:
             self._copies.claimed(hint.addresses, trio.current_time())
         else:
@@ -531,7 +528,3 @@ class Mesh:
 def _seats(card: NodeCard) -> frozenset[tuple[InstanceId, int, int, SeatState]]:
     """What repairs and requests wait for."""
     return frozenset((seat.instance_id, seat.epoch, seat.seat_index, seat.state) for seat in card.seats)
-
-
-def _log_another_mesh(other: AnotherMesh) -> None:
-    log.warning("%s", other.message)

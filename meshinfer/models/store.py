@@ -276,18 +276,13 @@ class ModelStore:
             write_atomically(self._place(model_id) / MANIFEST, encode_manifest(renewed))
             return renewed.info
 
-    def remove(self, model_id: ModelId, in_use: bool = False) -> None:
-        """Delete a model, and what a pull of it left unfinished.
+    def remove(self, model_id: ModelId) -> None:
+        """Delete a model that no instance here uses, and what a pull of it left unfinished.
 
         Raises:
-            Refused: `in_use`, as its caller knows.
             UnknownModel: there is nothing of it here.
             DeadlineExceeded: it is being pulled.
         """
-        if in_use:
-            raise Refused(
-                f"{model_id} is in use", expected="no instance of it on this node", do="delete its instance first"
-            )
         place, partial = self._place(model_id), self.root / ".partial" / directory_name(model_id)
         if not place.exists() and not partial.exists():
             raise self._unknown(model_id)

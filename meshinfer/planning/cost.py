@@ -414,7 +414,6 @@ def predict(
     output_tokens: int,
     concurrency: int,
     chunk_tokens: int,
-    queue_seconds: float = 0.0,
 ) -> Prediction:
     """All of it, for one placement.
 
@@ -426,7 +425,6 @@ def predict(
         output_tokens: of a typical request; the mean context of a step is the prompt and half of these.
         concurrency: sessions at once, for the throughput.
         chunk_tokens: prefill chunk.
-        queue_seconds: wait before the prefill starts.
     """
     assert len(hops) == (len(stages) if len(stages) > 1 else 0), "one hop per stage, the way back among them"
     context = prompt_tokens + output_tokens / 2
@@ -439,8 +437,7 @@ def predict(
     return Prediction(
         # The first token comes out of a step of its own. It follows the last chunk through the stages, so part of it
         # may overlap; it is counted in full.
-        ttft_seconds=queue_seconds
-        + chunk.through_seconds
+        ttft_seconds=chunk.through_seconds
         + (chunks - 1) * chunk.bottleneck_seconds
         + fsum([*(step.seconds for step in steps), *step_hops]),
         tokens_per_second=tokens_per_second(model, stages, hops, concurrency, context),
@@ -459,9 +456,9 @@ def predict(
 # --- 10: warm -----------------------------------------------------------------------------------
 
 
-def worth_moving(now_seconds: float, then_seconds: float, hysteresis: float = HYSTERESIS) -> bool:
+def worth_moving(now_seconds: float, then_seconds: float) -> bool:
     """Whether a running placement should give way to one whose objective is `then_seconds`."""
-    return now_seconds - then_seconds > hysteresis * now_seconds
+    return now_seconds - then_seconds > HYSTERESIS * now_seconds
 
 
 def _power(base: float, exponent: int) -> float:

@@ -30,7 +30,7 @@ from meshinfer.base.errors import BadInput
 from meshinfer.base.ids import NodeId
 from meshinfer.planning import explain
 from meshinfer.planning.choice import Choice, quickest, quickest_with_groups
-from meshinfer.planning.cost import HYSTERESIS, worth_moving
+from meshinfer.planning.cost import worth_moving
 from meshinfer.planning.groups import groups
 from meshinfer.planning.holders import Holder
 from meshinfer.planning.hops import hop_nanoseconds
@@ -76,7 +76,6 @@ def plan(
     may_fetch: bool = False,
     prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     running: Placement | None = None,
-    hysteresis: float = HYSTERESIS,
 ) -> Preview:
     """All candidates for this model, the choice first.
 
@@ -88,8 +87,7 @@ def plan(
         may_fetch: also nodes that would have to fetch the files from a peer first.
         prefill_chunk_tokens: of the nodes' settings; the activation peak depends on it.
         running: a placement of this model that is loaded; it stays the choice unless another is better by more
-            than `hysteresis`. The topology counts its memory as free.
-        hysteresis: share of the running one's objective.
+            than `cost.HYSTERESIS`. The topology counts its memory as free.
     """
     impossible = _never_possible(topology, card, workload)
     if impossible:
@@ -114,7 +112,7 @@ def plan(
             why = _mesh_too_small(problem)
         return Preview((), (why, *refusals, *tight))
     plans = [_plan_of(problem, stages, positions) for stages, positions in chosen]
-    stays = running and _kept(running, plans, topology, card, workload, prefill_chunk_tokens, hysteresis)
+    stays = running and _kept(running, plans, topology, card, workload, prefill_chunk_tokens)
     if stays:
         plans = [stays, *(each for each in plans if each.placement != stays.placement)][:MAX_PLANS]
     reasons = explain.reasons(topology, card, plans, tight, is_running=bool(stays))
@@ -365,7 +363,6 @@ def _kept(
     card: ModelCard,
     workload: Workload,
     prefill_chunk_tokens: int,
-    hysteresis: float,
 ) -> Plan | None:
     """The running placement as a plan, unless it cannot be any more, reserves too little, or is clearly beaten."""
     if running.context_tokens < workload.context_tokens or running.concurrency < workload.concurrency:
@@ -378,7 +375,7 @@ def _kept(
     assert verdict.prediction is not None
     assert plans[0].prediction is not None
     now, then = verdict.prediction.objective_seconds, plans[0].prediction.objective_seconds
-    return None if worth_moving(now, then, hysteresis) else verdict
+    return None if worth_moving(now, then) else verdict
 
 
 def _plan_of(problem: Problem, stages: Sequence[Holder], positions: Sequence[int]) -> Plan:

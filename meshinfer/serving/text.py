@@ -100,14 +100,11 @@ class TextModel:
         secret = secrets.token_hex(16) if secret is None else secret
         return cls(tokenizer, template, names, stops, _max_context(config), secret)
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> tuple[int, ...]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         Args:
             messages: mappings with `role`, `content` (text) and whatever else the template reads.
-            tools: function definitions, for templates that know them.
 
         Raises:
             BadInput: the model has no chat template, or its template refuses this conversation.
@@ -118,18 +115,18 @@ class TextModel:
                 expected="a model that was tuned for chat",
                 do="choose its instruct or chat variant",
             )
-        shield = Shield.over(self._secret_names, [messages, tools])
-        rendered = self._template.render(shield.guard(messages), shield.guard(tools) if tools else None)
+        shield = Shield.over(self._secret_names, messages)
+        rendered = self._template.render(shield.guard(messages))
         renamed = self._special_pattern.sub(lambda match: self._secret_names[match[0]], rendered)
         ids = self._tokenizer.encode(shield.lift(renamed), add_special_tokens=False).ids
         return tuple(self._real_ids.get(token_id, token_id) for token_id in ids)
 
-    def encode(self, text: str, *, begin: bool = True) -> tuple[int, ...]:
+    def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text. Special tokens' texts in it stay text.
 
-        `begin`: with what the tokenizer itself sets before and after a text (such as the beginning-of-sequence token).
+        With what the tokenizer itself sets before and after a text (such as the beginning-of-sequence token).
         """
-        return tuple(self._tokenizer.encode(text, add_special_tokens=begin).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def detokeniser(self) -> Detokeniser:
         """For one answer."""

@@ -76,14 +76,15 @@ class ChatTemplate:
             ) from error
         self._names = dict(names)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt for `messages`, up to where the assistant's answer begins.
 
         Raises:
             BadInput: the template refuses this conversation (roles that do not alternate, no system role, …).
         """
         try:
-            return self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._names)
+            # Templates ask whether `tools` is none; what is not there at all would be something to some.
+            return self._template.render(messages=messages, tools=None, add_generation_prompt=True, **self._names)
         except jinja2.TemplateError as error:
             raise BadInput(
                 f"the model's chat template refuses this conversation: {error}",
