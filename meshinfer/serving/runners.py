@@ -63,8 +63,10 @@ class Runner(Protocol):
         """Pass on every message until the runner is gone; returns why it is (its last words if it crashed)."""
         ...
 
-    async def stop(self) -> None:
-        """Ask it to end, wait a moment, then kill it. Returns when it is gone. May be called more than once."""
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Ask it to end and wait a moment, unless `at_once`; then kill it. Returns when it is gone. May be called more
+        than once.
+        """
         ...
 
 
@@ -129,13 +131,14 @@ class RunnerProcess:
             nursery.cancel_scope.cancel()
         return self._obituary()
 
-    async def stop(self) -> None:
+    async def stop(self, *, at_once: bool = False) -> None:
         with trio.CancelScope(shield=True):
-            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
-                with trio.move_on_after(STOP_GRACE_SECONDS / 2):
-                    await self.send(StopRunner())
-            with trio.move_on_after(STOP_GRACE_SECONDS):
-                await self._process.wait()
+            if not at_once:
+                with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
+                    with trio.move_on_after(STOP_GRACE_SECONDS / 2):
+                        await self.send(StopRunner())
+                with trio.move_on_after(STOP_GRACE_SECONDS):
+                    await self._process.wait()
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()

@@ -8,8 +8,9 @@ doing.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from meshinfer.serving.seats import (
     StopRunner,
 )
 from meshinfer.serving.spares import Spares
+from meshinfer.topology.card import SeatReport
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import (
@@ -71,6 +73,9 @@ LISTEN_WAIT_SECONDS = 2.0
 """How long an offer waits for the runner to listen (its imports take 1 to 2 s) before it says 'not yet'."""
 REPORT_SECONDS = 2.0
 """How often counters that move all the time (sessions, resident bytes) reach the card."""
+PROGRESS_SECONDS = 1.0
+"""Between two announcements for the sake of a load's progress alone. A node may announce six times at once, then twice
+a second: a load of 0.3 s that tells each tenth of it has `ready` wait for half a second."""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +117,9 @@ class SeatService:
         """For who measures this machine: never while a seat is about to load."""
         self._nursery: trio.Nursery | None = None
         self._stirred = trio.Event()
-        self._announced: object = None
+        self._announced: tuple[tuple[SeatReport, ...], ...] = ()
+        """The last announcement's substance, with and without progress."""
+        self._announced_at = -math.inf
         self._counted: object = None
         for method, handler in (
             (LEASE, self._on_lease),
@@ -279,7 +286,7 @@ class SeatService:
                     starting.scope.cancel()  # a fetch of gigabytes that nobody wants any more
                 if isinstance(effect, StopRunner) and (held := self._held.get(effect.key)):
                     log.info("seat %s: stopping its runner: %s", effect.key, effect.reason)
-                    stopping.start_soon(held.runner.stop)
+                    stopping.start_soon(partial(held.runner.stop, at_once=effect.at_once))
         for effect in effects:
             if isinstance(effect, RebindRunner):
                 await self._rebind(effect)
@@ -470,9 +477,15 @@ class SeatService:
         """Put the seats on the card: at once when something happened, every 2 s for what only counts (others hear that with
         this node's next announcement).
         """
-        reports = self._ledger.reports()
-        what_happened = tuple(report.substance for report in reports)
-        if what_happened == self._announced and not (counters and reports != self._counted):
+        reports, now = self._ledger.reports(), trio.current_time()
+        has_time = now >= self._announced_at + PROGRESS_SECONDS
+        what_happened = tuple(report.substance if has_time else _without_progress(report) for report in reports)
+        if what_happened in self._announced and not (counters and reports != self._counted):
             return
-        self._announced, self._counted = what_happened, reports
+        self._announced = (tuple(r.substance for r in reports), tuple(map(_without_progress, reports)))
+        self._announced_at, self._counted = now, reports
         self._ports.announce(reports, self._ledger.placements(), self._ledger.promised_bytes)
+
+
+def _without_progress(report: SeatReport) -> SeatReport:
+    return replace(report.substance, progress=0.0)

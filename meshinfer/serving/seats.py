@@ -24,6 +24,7 @@ epoch that it tries by now. Whoever wants the model afterwards begins above it.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,19 +55,20 @@ WARM_SECONDS = 20.0
 that comes back from a restart of its agent. Raising it keeps memory from other models."""
 MISSING_GRACE_SECONDS = 2.0
 """A live node's seat may be missing from our view for one gossip period without anything being wrong."""
-LOOK_SECONDS = 0.5
-"""Between two looks at the runners: as often as they send heartbeats."""
-SILENT_LOOKS = 4
+LOOK_SECONDS = 0.25
+"""Between two looks at the runners: as often as they send heartbeats. Twice that would add a quarter of a second to the
+pause after a stall, half of this costs as much idle work again."""
+SILENT_LOOKS = 7
 """A runner that said nothing between so many looks, and nothing for `SILENT_SECONDS`, is frozen. Looks that come late do
 not count: a node that slept, or whose cores are all taken, blames none of its runners."""
 SILENT_SECONDS = 1.75
 """Nearly as long as a head waits for a step of the others (`pipeline.patience`), and no Wi-Fi is in between. Of a head
 nobody else takes notice: with this, its pause is three seconds like theirs."""
-SILENT_FACTOR = 4.0
+SILENT_FACTOR = 6.0
 """Of the longest gap between two words of that runner of late, if it is more: on a slow machine all come late."""
-LONGEST_GAP_SECONDS = 2.5
+LONGEST_GAP_SECONDS = 1.7
 """More is a node that slept; a runner may be silent for ten seconds at most."""
-GAP_FADES = 0.9
+GAP_FADES = 0.95
 """Per heartbeat: the longest gap is half forgotten after three seconds."""
 LATE_SECONDS = 0.2
 """By how much a look or a heartbeat may come late and still say something of the runner, not of the machine. Raising it
@@ -77,9 +79,13 @@ STUCK_FACTOR = 5.0
 STUCK_FIRST_SECONDS = 30.0
 STUCK_FIRST_SECONDS_PER_TOKEN = 0.5
 """While nothing is usual yet; as patient as the head is with the others (`pipeline.patience`)."""
-STUCK_BEATS = 3
+STUCK_BEATS = 5
 """In a row that must say so, none of them late: a runner that was stopped in mid-step and goes on is through with it in
-a second and a half. With the floor above, a step that hangs is known after 1.75 to 2.25 s."""
+a second and a quarter. With the floor above, a step that hangs is known after 1.75 to 2 s: before its head gives it up."""
+OVERDUE_SHARE = 0.6
+"""Of what a runner is allowed when only its own agent misses it, where others miss it, too: its instance broke, or the
+next epoch wants its layers. A head gives a step up after two seconds at least, so a frozen runner is known by then; one
+that works misses two heartbeats at most by chance."""
 REMEMBERED_EPOCHS = 1024
 """Instances whose highest epoch and whose deletion are remembered; one takes about 200 bytes."""
 
@@ -119,6 +125,8 @@ class StopRunner:
 
     key: SeatKey
     reason: str
+    at_once: bool = False
+    """It does not react: to ask it first would only hold up the news that it is lost, and its memory."""
 
 
 SeatEffect = StartRunner | RebindRunner | StopRunner
@@ -306,7 +314,10 @@ class SeatLedger:
             if seat.state != "leased":
                 continue
             seat.last_progress_at = now
-            warm = next((old for old in older if old.holds_what(seat.key, seat.placement)), None)
+            warm = next(
+                (old for old in older if old.holds_what(seat.key, seat.placement) and not self._is_overdue(old, now)),
+                None,
+            )
             if warm is None:
                 seat.state = "loading"
                 started.append(StartRunner(seat.key, seat.placement))
@@ -319,7 +330,11 @@ class SeatLedger:
                 seat.silent_looks, seat.heard_at, seat.stuck_beats = warm.silent_looks, warm.heard_at, warm.stuck_beats
                 seat.longest_gap_seconds = warm.longest_gap_seconds
                 rebound.append(RebindRunner(warm.key, seat.key, seat.placement))
-        stopped = [effect for old in older for effect in self._drop(old, f"epoch {ref.epoch} took its place")]
+        stopped = [
+            effect
+            for old in older
+            for effect in self._drop(old, f"epoch {ref.epoch} took its place", at_once=self._is_overdue(old, now))
+        ]
         return [*stopped, *self._make_room(), *rebound, *started]
 
     def release(self, ref: SeatRef) -> tuple[int, list[SeatEffect]]:
@@ -374,7 +389,8 @@ class SeatLedger:
             is_stuck = message.busy_seconds > _honest_seconds(message) and gap <= LOOK_SECONDS + LATE_SECONDS
             seat.stuck_beats = seat.stuck_beats + 1 if is_stuck else 0
             if seat.stuck_beats >= STUCK_BEATS:  # a cut one, too: it is no help to a repair
-                return self.fail(key, f"its runner has been in one step for {message.busy_seconds:.0f} s", now)
+                what = f"its runner has been in one step for {message.busy_seconds:.0f} s"
+                return self.fail(key, what, now, at_once=True)
         if seat.state == "cut":
             return []
         match message:
@@ -411,17 +427,16 @@ class SeatLedger:
         for seat in list(self._seats.values()):
             if seat.is_warm and not is_late:
                 seat.silent_looks += 1
-                allowed = max(SILENT_SECONDS, SILENT_FACTOR * seat.longest_gap_seconds)
-                if seat.silent_looks >= SILENT_LOOKS and now - seat.heard_at >= allowed:
-                    effects += self.fail(seat.key, "its runner lives and says nothing", now)
+                if seat.silent_looks >= SILENT_LOOKS and now - seat.heard_at >= _honest_silence(seat):
+                    effects += self.fail(seat.key, "its runner lives and says nothing", now, at_once=True)
         return effects
 
-    def fail(self, key: SeatKey, error: str, now: float, code: str = "") -> list[SeatEffect]:
+    def fail(self, key: SeatKey, error: str, now: float, code: str = "", *, at_once: bool = False) -> list[SeatEffect]:
         """The seat cannot go on: free it now, and announce why for a while. `code`: the class of the error."""
         seat = self._seats.get(key)
         if seat is None or seat.state == "failed":
             return []
-        effects: list[SeatEffect] = [StopRunner(key, error)] if seat.runs else []
+        effects: list[SeatEffect] = [StopRunner(key, error, at_once)] if seat.runs else []
         seat.state, seat.error, seat.lapses_at = "failed", error[:512], now + FAILED_LINGER_SECONDS
         seat.error_code = code[:32]
         seat.promised_bytes = seat.resident_bytes = seat.warm_bytes = seat.sessions = 0
@@ -541,15 +556,25 @@ class SeatLedger:
             return []
         if not seat.is_warm:
             return self._drop(seat, why)
+        if self._is_overdue(seat, now):  # it is to blame, and no help to a repair
+            return self.fail(seat.key, f"its runner was overdue when this was lost: {why}", now, at_once=True)
         seat.state, seat.error, seat.lapses_at = "cut", why[:512], now + WARM_SECONDS
         # No longer promised: whoever needs the memory gets it (`commit`).
         seat.warm_bytes, seat.promised_bytes = seat.promised_bytes, 0
         seat.linked, seat.sessions, seat.alone_since = False, 0, None
         return []
 
-    def _drop(self, seat: _Seat, reason: str) -> list[SeatEffect]:
+    def _is_overdue(self, seat: _Seat, now: float) -> bool:
+        """Whether its runner is the likely reason, where others say that something is wrong."""
+        if now - self._looked_at > LOOK_SECONDS + LATE_SECONDS:  # this node slept: it knows nothing yet
+            return False
+        enough = math.ceil(OVERDUE_SHARE * SILENT_LOOKS) - 1
+        is_silent = seat.silent_looks > enough and now - seat.heard_at >= OVERDUE_SHARE * _honest_silence(seat)
+        return is_silent or seat.stuck_beats >= math.ceil(OVERDUE_SHARE * STUCK_BEATS)
+
+    def _drop(self, seat: _Seat, reason: str, *, at_once: bool = False) -> list[SeatEffect]:
         del self._seats[seat.key]
-        return [StopRunner(seat.key, reason)] if seat.runs else []
+        return [StopRunner(seat.key, reason, at_once)] if seat.runs else []
 
     def _remember_epoch(self, instance_id: InstanceId, epoch: int) -> _History:
         history = self._histories.setdefault(instance_id, _History())
@@ -576,6 +601,11 @@ class SeatLedger:
             error=seat.error,
             error_code=seat.error_code,
         )
+
+
+def _honest_silence(seat: _Seat) -> float:
+    """How long its runner may say nothing before something is wrong with it."""
+    return max(SILENT_SECONDS, SILENT_FACTOR * seat.longest_gap_seconds)
 
 
 def _honest_seconds(beat: Heartbeat) -> float:

@@ -44,7 +44,8 @@ from meshinfer.wire.runner_control import (
 )
 
 VOCABULARY = 256
-HEARTBEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.25
+"""As real ones."""
 PATIENCE_SECONDS = 2.0
 """How long a head waits for one stage of a step: the floor of real heads."""
 DIAL_SECONDS = 5.0
@@ -315,7 +316,8 @@ class FakeRunner:
             nursery.cancel_scope.cancel()
         return f"its runner was {self.dead}"
 
-    async def stop(self) -> None:
+    async def stop(self, *, at_once: bool = False) -> None:
+        del at_once
         await trio.lowlevel.checkpoint()
         self.die("stopped")
 
