@@ -29,7 +29,6 @@ Last line: the result as JSON.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 import tempfile
@@ -49,7 +48,7 @@ from mesh_room import Room
 
 from bench.gossip_crowd import Crowd, CrowdNetwork
 from meshinfer.base.ids import NodeId
-from meshinfer.mesh import announcement, gossip, neighbours
+from meshinfer.mesh import announcement, gossip
 from meshinfer.testing.network import GOSSIP, SimNetwork
 from meshinfer.testing.phantoms import forty_sites
 from meshinfer.testing.probes import SimProbes
@@ -207,7 +206,7 @@ async def _until(room: Room, is_so: Callable[[NodeId], bool]) -> float:
 
 
 def share_what_is_checked() -> None:
-    """Pure functions of frozen values, remembered for all simulated agents together."""
+    """What checking an announcement gives, a frozen value, is remembered for all simulated agents together."""
     checked: dict[bytes, announcement.Heard] = {}
 
     def check(signed: announcement.SignedAnnouncement, verify: announcement.Verify) -> announcement.Heard:
@@ -219,7 +218,6 @@ def share_what_is_checked() -> None:
         return known
 
     gossip.check = check
-    neighbours._weight = functools.lru_cache(maxsize=2_000_000)(neighbours._weight)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
 
 def _print_row(told: dict[str, Any]) -> None:
