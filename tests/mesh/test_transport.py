@@ -21,6 +21,7 @@ from conftest import KEY, OTHER_KEY, PATIENCE_SECONDS, Nodes, connect, next_even
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.rsa import create_new_key_pair as create_rsa_key_pair
 from libp2p.custom_types import TProtocol
+from libp2p.host.exceptions import StreamFailure
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.stream.exceptions import StreamEOF, StreamError
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
@@ -386,6 +387,26 @@ async def test_gossip_goes_on_both_ways_after_a_stream_of_its_own_broke(nodes: N
             while reader.statistics().gossip_received < before + 3:
                 await author.publish(b"still here")
                 await trio.sleep(0.05)
+
+
+async def test_gossip_goes_both_ways_though_the_connection_that_it_began_on_broke_beside_another(nodes: Nodes):
+    """The library takes any connection to a peer for its stream, and gives up for good if that one ends just then."""
+    one, other = await nodes.start("one"), await nodes.start("other")
+    opens, broken = one._host.new_stream, [StreamFailure("its connection ended")]
+
+    async def open_on_one_that_breaks(peer_id, protocols):
+        if broken:
+            raise broken.pop()
+        return await opens(peer_id, protocols)
+
+    one._host.new_stream = open_on_one_that_breaks
+    await connect(one, other)
+    for author, reader in ((one, other), (other, one)):
+        with trio.fail_after(PATIENCE_SECONDS):
+            while not reader.statistics().gossip_received:
+                await author.publish(b"still here")
+                await trio.sleep(0.05)
+    assert not broken
 
 
 async def test_gossip_is_heard_after_a_quick_restart(nodes: Nodes):
