@@ -44,9 +44,8 @@ from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks,
 
 FAILURE_RATES = (0.0, 1e-4, 1e-3, 1e-2)
 LENGTHS = (128, 1024)
-REAL_AGENTS = 3
-"""With two seats and one agent to spare. More agents than cores measure the cores."""
-
+REAL_AGENTS = 5
+"""With three seats, as in the simulation, and two agents to spare. On fewer cores than agents pauses measure the cores, too."""
 
 WITH_SKEWED_CLOCKS = frozenset(("kill runner of head at token k", "stop last for 2 s"))
 """Also with wrong clocks; those that are about clocks are played there alone."""
@@ -74,7 +73,8 @@ class Row:
     def cells(self) -> str:
         first = [outcome.answers[0] for outcome in self.outcomes]
         pauses = [answer.pause_seconds for answer in first]
-        recompute = [one.recompute_seconds for one in self.outcomes if not math.isnan(one.recompute_seconds)]
+        again = [(o.answers[0].pause_seconds, o.recompute_seconds) for o in self.outcomes]
+        apart = [pause - (0.0 if math.isnan(reading) else min(pause, reading)) for pause, reading in again]
         everyone = [answer for o in self.outcomes for answer in o.answers if not answer.origin_was_lost]
         good = sum(answer.succeeded for answer in everyone)
         kept = sum(not outcome.violations for outcome in self.outcomes)
@@ -83,7 +83,7 @@ class Row:
         return (
             f"| {self.scenario.name} | {runs} | {kept}/{runs} | {100 * good / max(1, len(everyone)):.0f} % "
             f"| {percentile(pauses, 0.5):.2f} | {percentile(pauses, 0.95):.2f} | {percentile(pauses, 1.0):.2f} "
-            f"| {_figure(percentile(recompute, 0.95), 2)} | {_figure(tokens, 0)} |"
+            f"| {percentile(apart, 0.5):.2f} | {percentile(apart, 0.95):.2f} | {_figure(tokens, 0)} |"
         )
 
 
@@ -93,8 +93,8 @@ def _figure(value: float, digits: int) -> str:
 
 
 HEADER = (
-    "| fault | runs | all promises kept | clients answered | pause p50 s | p95 s | worst s | of which recompute "
-    "p95 s | tokens recomputed |\n|---|---|---|---|---|---|---|---|---|"
+    "| fault | runs | all promises kept | clients answered | pause p50 s | p95 s | worst s | without reading again p50 s "
+    "| p95 s | tokens recomputed |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -196,7 +196,7 @@ def real(
         report.say(f"Skipped: the small model cannot be had: {error}")
         return []
     report.say(
-        f"{REAL_AGENTS} agents, {MODEL} over two of them, {psutil.cpu_count()} cores for everything, load "
+        f"{REAL_AGENTS} agents, {MODEL} over three of them, {psutil.cpu_count()} cores for everything, load "
         f"{os.getloadavg()[0]:.1f} when it began. Clients read server-sent events over HTTP; times are those of their "
         "characters.\n"
     )

@@ -16,7 +16,6 @@ that leaves wants its seats to be others' before it goes.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 
 import trio
@@ -31,6 +30,7 @@ from meshinfer.base.errors import (
 )
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.serving.acquaintance import STRANGER_SECONDS
 from meshinfer.serving.candidates import LASTING_ERRORS
 from meshinfer.serving.elected_planner import ANNOUNCE_SECONDS, ElectedPlanner
 from meshinfer.serving.election import elect
@@ -73,7 +73,7 @@ class Placer:
                 if self._should_repair(instance) and instance.instance_id not in not_before:
                     not_before[instance.instance_id] = now + REPAIR_SECONDS
                     await self._repair(instance)
-            with trio.move_on_at(min(not_before.values(), default=math.inf)):
+            with trio.move_on_at(min((*not_before.values(), self._ports.acquaintance.next_wakeup(now)))):
                 await watch.changed()
 
     def _should_repair(self, instance: Instance) -> bool:
@@ -140,7 +140,8 @@ class Placer:
                     failure = _failure_of(instance)
             while instance is not None and instance.state in {"placing", "loading"}:
                 waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
-                await watch.changed()
+                with trio.move_on_after(STRANGER_SECONDS):  # a stranger is lost by time alone
+                    await watch.changed()
                 now = self._instance_of(model_id)
                 if now is None or not self._ports.is_usable(now, avoid):
                     failure, now = _failure_of(now or instance), None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import trio
+
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.config import Settings
+from meshinfer.serving.acquaintance import Acquaintance
 from meshinfer.serving.model_cards import ModelCards
 from meshinfer.serving.runners import Runner
 from meshinfer.serving.view import Instance, instances
@@ -77,6 +80,8 @@ class Ports:
     frame_arrived: Callable[[NodeId, int, float], None] | None = None
     """A runner here received so many bytes of a large frame from that node's in that many seconds."""
 
+    acquaintance: Acquaintance = field(default_factory=Acquaintance)
+
     def channel_host(self, peer: NodeId) -> str | None:
         """An address of `peer` that is known to work, the best one; None if there is none."""
         return self.best_host(peer) if self.best_host else self.transport.peer_host(peer)
@@ -89,7 +94,8 @@ class Ports:
         return self.topology().by_id[self.node_id]
 
     def instances(self) -> tuple[Instance, ...]:
-        return instances(self.topology())
+        topology = self.topology()
+        return instances(topology, self.acquaintance.strangers(topology, trio.current_time()))
 
     def instances_of(self, model_id: ModelId) -> list[Instance]:
         return [instance for instance in self.instances() if instance.placement.model_id == model_id]

@@ -448,10 +448,12 @@ class SeatService:
         watch = self._ports.watch()
         while True:
             topology = self._ports.topology()
-            live = frozenset(topology.by_id)
-            effects = self._ledger.view_changed(self._ports.instances(), live, trio.current_time())
+            now = trio.current_time()
+            not_lost = topology.by_id.keys() | self._ports.acquaintance.strangers(topology, now)
+            effects = self._ledger.view_changed(self._ports.instances(), not_lost, now)
             await self._perform(effects)
-            await watch.changed()
+            with trio.move_on_at(self._ports.acquaintance.next_wakeup(now)):
+                await watch.changed()
 
     async def _watch_clock(self) -> None:
         while True:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from meshinfer.base.errors import BadInput, NoRoom, Refused
@@ -444,15 +445,20 @@ class SeatLedger:
 
     # --- told by the view and the clock ---------------------------------------------------------
 
-    def view_changed(self, instances: Iterable[Instance], live: frozenset[NodeId], now: float) -> list[SeatEffect]:
-        """Free seats whose instance is broken, incomplete beyond a gossip's delay, or has lost to a rival placement."""
+    def view_changed(
+        self, instances: Iterable[Instance], not_lost: AbstractSet[NodeId], now: float
+    ) -> list[SeatEffect]:
+        """Free seats whose instance is broken, incomplete beyond a gossip's delay, or has lost to a rival placement.
+
+        `not_lost`: nodes that live, and those not met yet.
+        """
         derived = {instance.instance_id: instance for instance in instances}
         effects: list[SeatEffect] = []
         for seat in list(self._seats.values()):
             instance = derived.get(seat.key.instance_id)
             if not seat.runs or instance is None or instance.epoch < seat.key.epoch:
                 continue
-            gone = [node for node in seat.placement.node_ids if node not in live]
+            gone = [node for node in seat.placement.node_ids if node not in not_lost]
             if instance.epoch > seat.key.epoch and self._is_awaited(seat):
                 # The news of the lease may be quicker than the commit: a repair would load what is here already.
                 effects += self._cut(seat, f"epoch {instance.epoch} is about to take its layers", now)

@@ -8,6 +8,7 @@ said died with it, so its instances are `broken` everywhere at once.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement
 
 InstanceState = Literal["placing", "loading", "ready", "broken"]
-"""placing: some seat is not announced (yet) by its node, which lives. loading: all seats are there, not all ready.
+"""placing: some seat is not announced (yet) by its node, which lives or is a stranger. loading: all seats are there, not all ready.
 ready: it serves. broken: a seat failed, or its node is gone.
 
 Gossip of one node overtakes another's, so a missing seat of a living node says nothing by itself; holders give the
@@ -48,8 +49,10 @@ class Instance:
         )
 
 
-def instances(topology: Topology) -> tuple[Instance, ...]:
+def instances(topology: Topology, strangers: Collection[NodeId] = ()) -> tuple[Instance, ...]:
     """Every instance that some live node announces a seat of, newest epoch only, sorted by id.
+
+    `strangers` are not alive here, and not lost either: not heard of yet (`acquaintance`).
 
     Two placements that claim one (instance, epoch), after two planners each saw half the mesh: the
     lower placement id wins on every node, and holders of the other free it.
@@ -68,7 +71,7 @@ def instances(topology: Topology) -> tuple[Instance, ...]:
     found: list[Instance] = []
     for instance_id, epoch in sorted(newest.items()):
         rivals = placements[(instance_id, epoch)]
-        found.append(_derive(topology, instance_id, epoch, rivals[min(rivals)]))
+        found.append(_derive(topology, instance_id, epoch, rivals[min(rivals)], strangers))
     return tuple(found)
 
 
@@ -77,13 +80,15 @@ def _holds(node_id: NodeId, report: SeatReport, placement: Placement) -> bool:
     return index < len(placement.seats) and placement.seats[index].node_id == node_id and placement.is_whole
 
 
-def _derive(topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement) -> Instance:
+def _derive(
+    topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement, strangers: Collection[NodeId]
+) -> Instance:
     reports = tuple(_report(topology, instance_id, epoch, placement, index) for index in range(len(placement.seats)))
     present = [report for report in reports if report is not None]
     failed = [report for report in present if report.state in {"failed", "cut"}]
     progress = sum(report.progress for report in present) / len(reports)
     state: InstanceState
-    if failed or any(seat.node_id not in topology.by_id for seat in placement.seats):
+    if failed or any(node not in topology.by_id and node not in strangers for node in placement.node_ids):
         state = "broken"
     elif len(present) < len(reports):
         state = "placing"

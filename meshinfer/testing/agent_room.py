@@ -30,8 +30,11 @@ from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 MODEL = ModelId("smollm2-135m")
 CONTEXT_TOKENS = 512
 CONCURRENCY = 3
-MEMORY_BYTES = 430 * 1024**2
-"""Two such nodes can hold the model, one cannot (it needs 471 MiB, of which 192 are the runner's own)."""
+MEMORY_BYTES = 640 * 1024**2
+"""A seat of a third of the model takes some 300 MiB, of which 192 are the runner's own; a spare runner fits beside it,
+as on a laptop with gigabytes to offer."""
+MOST_AGENTS = 16
+"""Each takes 0.5 GB and, at its start, 4 s of a core."""
 SETTLE_SECONDS = 60.0
 PLACE_SECONDS = 180.0
 LEAVE_SECONDS = 60.0
@@ -81,11 +84,17 @@ class AgentRoom(Generic[M]):
         self.killed.discard(name)
         return self.agents[name]
 
+    def restart(self) -> None:
+        """Who was killed, all at once."""
+        with ThreadPoolExecutor(MOST_AGENTS) as pool:
+            for started in [pool.submit(self.start, name) for name in sorted(self.killed)]:
+                started.result()
+
     def end(self) -> None:
         """All at once, politely."""
         for name in list(self.stopped):
             self.wake(name)
-        with ThreadPoolExecutor(max(1, len(self.agents))) as pool:
+        with ThreadPoolExecutor(MOST_AGENTS) as pool:
             ends = [pool.submit(agent_process.end, one.process, LEAVE_SECONDS) for one in self.agents.values()]
         for ended in ends:
             ended.result()
@@ -177,7 +186,7 @@ def agent_room(make_machines: Callable[[Path], M], model_store: Path, count: int
     with make_machines(directory) as machines:
         room = AgentRoom(machines, model_store)
         try:
-            for index in range(count):
+            for index in range(count):  # one after the other: each measures its machine
                 room.start(f"n{index}")
             room.wait_settled()
             yield room

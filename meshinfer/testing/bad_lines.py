@@ -37,7 +37,7 @@ PROXY_SECONDS = 10.0
 class BadLines(OneMachine):
     """Lines are good until `suffer`."""
 
-    AGENTS = 3
+    AGENTS = 5
     """At most: each is told at its first start of the proxies to all."""
 
     def __init__(self, directory: Path) -> None:

@@ -1,5 +1,6 @@
 """What an instance is, derived from cards: alike on every node, and never from what a dead node said."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshinfer.base.ids import ModelId, NodeId, instance_id_for
+from meshinfer.serving.acquaintance import STRANGER_SECONDS, Acquaintance
 from meshinfer.serving.view import instances
 from meshinfer.testing.cards import node_card
 from meshinfer.topology.card import SeatReport
@@ -142,3 +144,32 @@ def test_derivation_does_not_depend_on_order(per_node, data):
         assert 0 <= instance.progress <= 1
         assert len(instance.reports) == len(instance.placement.seats)
         assert (instance.state == "ready") == all(r is not None and r.state == "ready" for r in instance.reports)
+
+
+def test_who_was_never_met_is_not_mourned():
+    """A newcomer that hears of one seat before it hears of the other nodes must not have the instance repaired."""
+    acquaintance = Acquaintance()
+    first = Topology.of([holding("ada", report(0))], [])
+
+    def state(topology, now):
+        return instances(topology, acquaintance.strangers(topology, now))[0].state
+
+    assert seen(*first.nodes)[0].state == "broken", "what it would be to a node that had met the others"
+    assert state(first, 10.0) == "placing"
+    both = Topology.of([holding("ada", report(0)), holding("bea", report(1))], [])
+    assert state(both, 10.5) == "placing"
+    assert acquaintance.next_wakeup(10.5) == 10.0 + STRANGER_SECONDS, "since cam was first heard of"
+    everyone = Topology.of([*both.nodes, holding("cam", report(2))], [])
+    assert state(everyone, 11.0) == "ready"
+    assert state(both, 11.1) == "broken", "it was met, and is lost at once"
+    assert acquaintance.next_wakeup(11.1) == math.inf
+
+
+def test_a_stranger_that_never_shows_is_lost():
+    acquaintance = Acquaintance()
+    alone = Topology.of([holding("ada", report(0))], [])
+    assert set(acquaintance.strangers(alone, 5.0)) == {"bea", "cam"}
+    assert set(acquaintance.strangers(alone, 5.0 + STRANGER_SECONDS)) == set()
+    assert set(acquaintance.strangers(alone, 500.0)) == set()
+    assert set(acquaintance.strangers(Topology.of([holding("dan", placements=())], []), 501.0)) == set(), "nobody names anybody"
+    assert set(acquaintance.strangers(alone, 502.0)) == {"bea", "cam"}
