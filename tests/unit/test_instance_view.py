@@ -171,5 +171,7 @@ def test_a_stranger_that_never_shows_is_lost():
     assert set(acquaintance.strangers(alone, 5.0)) == {"bea", "cam"}
     assert set(acquaintance.strangers(alone, 5.0 + STRANGER_SECONDS)) == set()
     assert set(acquaintance.strangers(alone, 500.0)) == set()
-    assert set(acquaintance.strangers(Topology.of([holding("dan", placements=())], []), 501.0)) == set(), "nobody names anybody"
+    assert set(acquaintance.strangers(Topology.of([holding("dan", placements=())], []), 501.0)) == set(), (
+        "nobody names anybody"
+    )
     assert set(acquaintance.strangers(alone, 502.0)) == {"bea", "cam"}
