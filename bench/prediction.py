@@ -57,7 +57,7 @@ from meshinfer.base.ids import ModelId
 from meshinfer.models.pull import pull
 from meshinfer.models.store import ModelStore
 from meshinfer.serving.text import TextModel
-from meshinfer.testing.agent_process import ending, first_line
+from meshinfer.testing import agent_process
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -350,12 +350,10 @@ def machine(name: str, space: str, homes: Path, store: Path, environment: dict[s
     home.mkdir(exist_ok=True)
     if not (home / "models").exists():
         (home / "models").symlink_to(store)
-    command = ["ip", "netns", "exec", space, sys.executable, "-m", "meshinfer.cli", "up", "--json"]
-    command += ["--home", str(home), "--name", name, "--memory", "700MiB", "--api-port", "0"]
-    with (home / "agent.log").open("a") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-    with ending(process):
-        yield json.loads(first_line(process))["api_url"]
+    prefix = ("ip", "netns", "exec", space)
+    running = agent_process.start(home, "--name", name, "--memory", "700MiB", prefix=prefix, environment=environment)
+    with agent_process.ending(running.process):
+        yield running.url
 
 
 def pulled(root: Path) -> Path:

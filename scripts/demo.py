@@ -29,17 +29,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import platformdirs
-import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.rule import Rule
 from rich.table import Table
 
@@ -55,6 +54,8 @@ from meshinfer.models.store import ModelStore
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.planner import plan
 from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.testing import agent_process
+from meshinfer.testing.agent_process import AgentProcessError, RunningAgent
 from meshinfer.topology.card import HeldModel, NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.transport.mesh_key import new_join_code
@@ -75,15 +76,12 @@ RUN_SECONDS = 900.0
 """Everything; the rest of the deadlines should make it unreachable."""
 PULL_SECONDS = 600.0
 """93 MB over a slow line, and the conversion."""
-START_SECONDS = 90.0
-"""Importing libp2p and asking the engine once: 5 s together on two quiet cores."""
 MEET_SECONDS = 30.0
 ANSWERS = 5
 """Figures of a link after which its first, taken amid the start, no longer weighs much."""
 SETTLE_SECONDS = 15.0
 LOAD_SECONDS = 120.0
 NOTICE_SECONDS = 10.0
-STOP_SECONDS = 10.0
 
 screen = Console(highlight=False)
 Found = TypeVar("Found")
@@ -111,82 +109,6 @@ def wait_for(what: str, seconds: float, look: Callable[[], Found | None]) -> Fou
 # --- agents ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Agent:
-    """One agent process, and what has to be ended with it."""
-
-    name: str
-    home: Path
-    process: subprocess.Popen[str]
-    started: dict[str, Any] = field(default_factory=dict[str, Any])
-    left_over: list[psutil.Process] = field(default_factory=list[psutil.Process])
-    """Runners that were seen when the agent was ended."""
-
-    @property
-    def url(self) -> str:
-        return self.started["api_url"]
-
-    @property
-    def node_id(self) -> str:
-        return self.started["node_id"]
-
-    @property
-    def log(self) -> Path:
-        return self.home / "agent.log"
-
-    def wait_started(self) -> None:
-        """Reads the one line of JSON that `up --json` prints once it serves."""
-        line: list[str] = []
-        reader = threading.Thread(target=lambda: line.extend(islice(self.output, 1)), daemon=True)
-        reader.start()
-        reader.join(START_SECONDS)
-        if not line:
-            raise DemoFailedError(f"agent {self.name} did not start")
-        self.started = json.loads(line[0])
-
-    @property
-    def output(self) -> TextIO:
-        assert self.process.stdout is not None
-        return cast("TextIO", self.process.stdout)
-
-    def close(self) -> None:
-        """Its pipes; a live agent then leaves."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def runners(self) -> list[psutil.Process]:
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-
-    def kill(self) -> None:
-        """Without a warning, as when a battery is empty. Its runners have to notice by themselves."""
-        orphans = self.runners()
-        self.process.kill()
-        self.process.wait(STOP_SECONDS)
-        self.left_over += orphans
-
-    def stop(self) -> None:
-        """Politely, then not; and whatever it may have left behind, too."""
-        self.left_over += self.runners()
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            screen.print(f"[yellow]{self.name}'s agent did not end by itself within {STOP_SECONDS:.0f} s[/]")
-        self.process.wait(STOP_SECONDS)
-        self.close()
-        _, alive = psutil.wait_procs(self.left_over, timeout=STOP_SECONDS)
-        for runner in alive:
-            screen.print(f"[yellow]a runner of {self.name} (pid {runner.pid}) did not end with its agent[/]")
-            runner.kill()
-        psutil.wait_procs(alive, timeout=STOP_SECONDS)
-        self.left_over.clear()
-
-
 class Agents:
     """All agents that were started; leaving the context ends every one."""
 
@@ -194,39 +116,16 @@ class Agents:
         self.root = root
         self.cache = cache
         """The home whose models they all use."""
-        self.all: list[Agent] = []
+        self.all: list[RunningAgent] = []
 
-    def start(self, name: str, key_file: Path, *options: str) -> Agent:
+    def launch(self, name: str, key_file: Path, *options: str) -> RunningAgent:
         home = self.root / name
         home.mkdir()
         # The machine has one disk, so the three share the model's files; every runner reads its own layers only.
         (home / "models").symlink_to(self.cache / "models")
-        command = [
-            sys.executable,
-            "-m",
-            "meshinfer.cli",
-            "up",
-            "--json",
-            "--end-with-stdin",
-            "--home",
-            str(home),
-            "--name",
-            name,
-        ]
-        command += ["--mesh-key-file", str(key_file), "--api-port", "0"]
-        command += ["--context", str(CONTEXT_TOKENS), "--concurrency", str(CONCURRENCY), *options]
-        with (home / "agent.log").open("w") as log:
-            process = subprocess.Popen(
-                command,
-                # Nothing is ever written: it ends when we do, however that is, and the agent with it.
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                # Ctrl-C is for us; we end them, in order.
-                start_new_session=True,
-            )
-        agent = Agent(name, home, process)
+        reserve = ("--context", str(CONTEXT_TOKENS), "--concurrency", str(CONCURRENCY))
+        identity = ("--name", name, "--mesh-key-file", str(key_file))
+        agent = agent_process.launch(home, *identity, *reserve, *options, ends_with_us=True)
         self.all.append(agent)
         return agent
 
@@ -235,10 +134,16 @@ class Agents:
 
     def __exit__(self, *_: object) -> None:
         ignore_signals()
-        for agent in self.all:
-            agent.process.terminate()
-        for agent in self.all:
-            agent.stop()
+        with ThreadPoolExecutor(max(1, len(self.all))) as pool:
+            list(pool.map(end, self.all))
+
+
+def end(agent: RunningAgent) -> None:
+    """Politely, then not; what had to be killed is told."""
+    try:
+        agent_process.end(agent.process)
+    except AgentProcessError as error:
+        screen.print(f"[yellow]{agent.home.name}: {error}[/]")
 
 
 def key_file(root: Path, name: str) -> Path:
@@ -313,7 +218,7 @@ def fetch_model(home: Path) -> ModelInfo:
     return info
 
 
-def everybody(agents: list[Agent]) -> dict[str, Any] | None:
+def everybody(agents: list[RunningAgent]) -> dict[str, Any] | None:
     """The nodes as the last agent sees them, once every agent sees all and has a figure for every link."""
     wanted = {agent.node_id for agent in agents}
     nodes: dict[str, Any] = {}
@@ -324,7 +229,7 @@ def everybody(agents: list[Agent]) -> dict[str, Any] | None:
     return nodes
 
 
-def settle(agents: list[Agent]) -> dict[str, Any]:
+def settle(agents: list[RunningAgent]) -> dict[str, Any]:
     """The nodes as the last agent sees them, once each has measured its links a few times.
 
     First figures are taken while three agents start on the same cores: a hundred times what is true, and a plan
@@ -346,7 +251,7 @@ def settle(agents: list[Agent]) -> dict[str, Any]:
         time.sleep(0.1)
 
 
-def instance_at(agent: Agent, state: str) -> Any | None:
+def instance_at(agent: RunningAgent, state: str) -> Any | None:
     """The model's instance as `agent` sees it, if it is in that state."""
     for instance in get(agent.url, "", "/instance")["instances"]:
         if instance["model_id"] == MODEL and instance["state"] == state:
@@ -359,13 +264,13 @@ def put(text: str) -> None:
     screen.file.flush()
 
 
-def ask(agent: Agent, text: str, max_tokens: int, show: Callable[[str], None]) -> Answer:
+def ask(agent: RunningAgent, text: str, max_tokens: int, show: Callable[[str], None]) -> Answer:
     # Temperature 0: the likeliest token each time, so that the same model says the same words however it is split.
     dials = Dials(agent.url, "", MODEL, max_tokens=max_tokens, temperature=0, seed=None)
     return ask_model(dials, [{"role": "user", "content": text}], show)
 
 
-def question(agent: Agent) -> Answer:
+def question(agent: RunningAgent) -> Answer:
     """Ask, and show the answer as it comes."""
     screen.print(f"[dim]{agent.name} is asked:[/] {QUESTION}")
     put(f"{agent.name}: ")
@@ -398,7 +303,7 @@ class Measured:
         }
 
 
-def measure(agent: Agent) -> Measured:
+def measure(agent: RunningAgent) -> Measured:
     shown = question(agent)
     measured = Measured(shown, ask(agent, LONG_QUESTION, LONG_TOKENS, lambda _: None))
     screen.print(
@@ -408,7 +313,7 @@ def measure(agent: Agent) -> Measured:
     return measured
 
 
-def place(agent: Agent, workload: Workload) -> Any:
+def place(agent: RunningAgent, workload: Workload) -> Any:
     """Ask `agent` for an instance, and wait until it is ready."""
     body = {"model_id": MODEL, "context": workload.context_tokens, "concurrency": workload.concurrency}
     started = time.monotonic()
@@ -418,11 +323,11 @@ def place(agent: Agent, workload: Workload) -> Any:
     return instance
 
 
-def holds(agent: Agent, instance: Any) -> bool:
+def holds(agent: RunningAgent, instance: Any) -> bool:
     return any(seat["node_id"] == agent.node_id for seat in instance["placement"]["seats"])
 
 
-def show_placement(agent: Agent, instance: Any) -> None:
+def show_placement(agent: RunningAgent, instance: Any) -> None:
     screen.print(layers_of(instance, get(agent.url, "", "/topology")["nodes"]))
 
 
@@ -436,7 +341,7 @@ def tell(agents: Agents) -> dict[str, Any]:
     title("Three agents find each other")
     code = key_file(agents.root, "join-code")
     began = time.monotonic()
-    mesh = [agents.start(name, code, "--loopback", "--memory", str(stage.memory_bytes)) for name in NAMES]
+    mesh = [agents.launch(name, code, "--loopback", "--memory", str(stage.memory_bytes)) for name in NAMES]
     for agent in mesh:
         agent.wait_started()
     up = time.monotonic()
@@ -463,11 +368,11 @@ def tell(agents: Agents) -> dict[str, Any]:
     split = measure(asked)
 
     title("The same question to one unsplit process")
-    alone = agents.start("solo", key_file(agents.root, "other-code"), "--no-discovery", "--memory", "4GiB")
+    alone = agents.launch("solo", key_file(agents.root, "other-code"), "--no-discovery", "--memory", "4GiB")
     alone.wait_started()
     place(alone, first)
     whole = measure(alone)
-    alone.stop()
+    end(alone)
     if split.texts != whole.texts:
         raise DemoFailedError(f"split, the model says {split.texts}; whole, {whole.texts}")
     compare(split, whole)
@@ -516,7 +421,7 @@ def stay(agents: Agents) -> None:
     """Until Ctrl-C."""
     title("The mesh stays up until Ctrl-C")
     for agent in agents.all:
-        if agent.process.poll() is None:
+        if agent.is_alive:
             screen.print(f"{agent.name}   {agent.url}/v1   (meshinfer status --api {agent.url})", soft_wrap=True)
     signal.alarm(0)
     try:
@@ -543,7 +448,7 @@ def ignore_signals() -> None:
         signal.signal(ending, signal.SIG_IGN)
 
 
-def end(number: int, _: object) -> None:
+def end_early(number: int, _: object) -> None:
     """Unwinds the stack, so that agents are ended then, too. Once: people press Ctrl-C again, terminals close twice."""
     ignore_signals()
     if number == signal.SIGHUP:
@@ -563,7 +468,7 @@ def main() -> int:
         signal.signal(signal.SIGALRM, give_up)
         for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(ending) != signal.SIG_IGN:  # `nohup` means to stay
-                signal.signal(ending, end)
+                signal.signal(ending, end_early)
         signal.alarm(int(RUN_SECONDS))
         with Agents(root, cache) as agents:
             figures = tell(agents)
@@ -572,10 +477,10 @@ def main() -> int:
             screen.print("\n[bold green]All of that happened.[/]")
             if options.keep:
                 stay(agents)
-    except (DemoFailedError, MeshinferError, subprocess.TimeoutExpired) as error:
+    except (DemoFailedError, MeshinferError, AgentProcessError, subprocess.TimeoutExpired) as error:
         keeps_logs = True
         show_logs(root)
-        screen.print(f"\n[bold red]The demo failed:[/] {error}\nThe logs are in {root}", soft_wrap=True)
+        screen.print(f"\n[bold red]The demo failed:[/] {escape(str(error))}\nThe logs are in {root}", soft_wrap=True)
         return 1
     except (KeyboardInterrupt, SystemExit) as early:
         screen.print("\nended early")

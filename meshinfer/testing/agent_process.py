@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,17 @@ class AgentProcessError(Exception):
 
 @dataclass
 class RunningAgent:
-    """One that serves, or did."""
+    """One that serves, or did, or will."""
 
     home: Path
     process: subprocess.Popen[str]
-    started: dict[str, Any]
-    """What `up --json` said."""
     log_file: Path
+    started: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What `up --json` said; nothing before `wait_started`."""
+
+    @property
+    def name(self) -> str:
+        return self.started["name"]
 
     @property
     def url(self) -> str:
@@ -57,6 +61,23 @@ class RunningAgent:
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
+
+    def wait_started(self) -> None:
+        """Until it serves.
+
+        Raises:
+            AgentProcessError: it does not within START_SECONDS; with its log. Nothing of it is left.
+        """
+        line = ""
+        try:
+            line = first_line(self.process)
+        finally:
+            if not line:
+                with contextlib.suppress(AgentProcessError):
+                    end(self.process)
+        if not line:
+            raise AgentProcessError(f"the agent did not start:\n{self.log()[-LOG_CHARACTERS:]}")
+        self.started = json.loads(line)
 
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
@@ -87,7 +108,25 @@ def start(
     environment: Mapping[str, str] | None = None,
     log_file: Path | None = None,
 ) -> RunningAgent:
-    """Start one, and return once it serves.
+    """Start one, and return once it serves. For the arguments see `launch`.
+
+    Raises:
+        AgentProcessError: it does not serve within START_SECONDS; with its log. Nothing of it is left.
+    """
+    launched = launch(home, *options, prefix=prefix, environment=environment, log_file=log_file)
+    launched.wait_started()
+    return launched
+
+
+def launch(
+    home: Path,
+    *options: str,
+    prefix: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    log_file: Path | None = None,
+    ends_with_us: bool = False,
+) -> RunningAgent:
+    """Start one, and return at once.
 
     Args:
         home: made if need be.
@@ -95,32 +134,26 @@ def start(
         environment: of the process; this one's if None.
         prefix: of its command line, such as the way into a namespace.
         log_file: where its log goes on; `agent.log` in its home if None.
-
-    Raises:
-        AgentProcessError: it does not serve within START_SECONDS; with its log. Nothing of it is left.
+        ends_with_us: when this process ends, however that is, the agent does; and Ctrl-C in a terminal is for this
+            process alone, which ends the agent.
     """
     home.mkdir(parents=True, exist_ok=True)
     log_file = log_file or home / "agent.log"
     command = [*prefix, sys.executable, "-m", "meshinfer.cli", "up", "--json", "--home", str(home), "--api-port", "0"]
+    if ends_with_us:
+        command.append("--end-with-stdin")
     with log_file.open("a") as log:
         process = subprocess.Popen(
             [*command, *options],
             stdout=subprocess.PIPE,
             stderr=log,
-            stdin=subprocess.DEVNULL,
+            # Into the pipe nothing is ever written; it closes when we end.
+            stdin=subprocess.PIPE if ends_with_us else subprocess.DEVNULL,
             text=True,
             env=environment,
+            start_new_session=ends_with_us,
         )
-    line = ""
-    try:
-        line = first_line(process)
-    finally:
-        if not line:
-            with contextlib.suppress(AgentProcessError):
-                end(process)
-    if not line:
-        raise AgentProcessError(f"the agent did not start:\n{log_file.read_text(errors='replace')[-LOG_CHARACTERS:]}")
-    return RunningAgent(home, process, json.loads(line), log_file)
+    return RunningAgent(home, process, log_file)
 
 
 @contextmanager
@@ -157,8 +190,9 @@ def end(process: subprocess.Popen[str], seconds: float = STOP_SECONDS) -> None:
         forced = f"the agent did not end within {seconds:.0f} s"
         process.kill()
         process.wait(STOP_SECONDS)
-    if process.stdout is not None:
-        process.stdout.close()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
     _, alive = psutil.wait_procs(runners, timeout=STOP_SECONDS)
     for runner in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
