@@ -235,6 +235,19 @@ def test_every_scenario_of_a_machine_can_be_played_on_one() -> None:
             assert any(can_play(scenario, kind, 3) for kind in kinds), scenario.name
 
 
+@pytest.mark.parametrize("name", ["deafen head", "mute last", "bridge: head", "split", "cut off middle"])
+def test_agents_with_cables_of_their_own_can_be_cut_from_each_other_in_every_way(name: str) -> None:
+    scenario = next(scenario for scenario in scenarios() if scenario.name.startswith(name))
+    assert can_play(scenario, CabledMachines, 5)
+    assert not can_play(scenario, OneMachine, 5)
+
+
+@pytest.mark.skipif(bool(why_not_hang()), reason=why_not_hang() or "it can")
+def test_a_runner_can_hang_on_any_machine() -> None:
+    hung = [scenario for scenario in scenarios() if scenario.name.startswith("hang runner")]
+    assert all(can_play(scenario, OneMachine, 5) for scenario in hung)
+
+
 @pytest.mark.parametrize(
     "name",
     [
