@@ -35,7 +35,7 @@ import psutil
 from meshinfer.base.errors import MeshinferError
 from meshinfer.models.pull import pull
 from meshinfer.models.store import ModelStore
-from meshinfer.testing import chaos_agents, chaos_room, churn
+from meshinfer.testing import chaos_agents, chaos_room, churn, neighbours
 from meshinfer.testing.agent_room import MODEL, AgentRoom, agent_room
 from meshinfer.testing.agent_witness import idle_cpu
 from meshinfer.testing.bad_lines import BadLines
@@ -216,6 +216,38 @@ def real(
     return rows
 
 
+def real_neighbours(report: Report, rounds: int) -> None:
+    """A request on other nodes, on real agents; rounds with and without the failure take turns."""
+    report.say("\n## A request on other nodes, real agents\n")
+    assets = platformdirs.user_cache_path("meshinfer", appauthor=False) / "test-assets"
+    try:
+        pull(MODEL, ModelStore(assets / "models"), lambda _: None)
+        store = neighbours.two_models(assets / "models" / MODEL, assets / "two-models")
+    except MeshinferError as error:
+        report.say(f"Skipped: the small model cannot be had: {error}")
+        return
+    report.say(
+        f"{neighbours.AGENTS} agents, two models over two of them each and one to spare, {psutil.cpu_count()} cores for "
+        f"everything, load {os.getloadavg()[0]:.1f} when it began. An answer of {neighbours.TOKENS} tokens from one pair, "
+        f"beside one from the other, of which an agent is killed (or not); medians of {rounds} rounds, which take turns. "
+        "Gaps are between tokens after the moment of the kill. Cores are shared: what loads layers takes time from what "
+        "steps.\n"
+    )
+    report.say(
+        "| agent of the other pair | gap p50 ms | p99 ms | longest ms | CPU in use | all cores busy | its own pause s |"
+    )
+    report.say("|---|---|---|---|---|---|---|")
+    with agent_room(OneMachine, store, neighbours.AGENTS) as room:
+        found = [neighbours.play(room, fails=fails) for _ in range(rounds) for fails in (False, True)]
+    for fails, name in ((False, "goes on"), (True, "is killed")):
+        each = neighbours.summary([one for one in found if one.fails == fails])
+        report.say(
+            f"| {name} | {1000 * each.p50:.0f} | {1000 * each.p99:.0f} | {1000 * each.longest:.0f} "
+            f"| {each.cpu_percent:.0f} % | {100 * each.busy_share:.0f} % of the time | {each.pause_seconds:.2f} |"
+        )
+    report.say(f"\nLoad {os.getloadavg()[0]:.1f} when it ended.")
+
+
 def idle_share(room: AgentRoom[OneMachine]) -> tuple[dict[str, float], float]:
     """What each node takes of a core once links and machines are measured anew, and how long that took."""
     room.wait_settled()
@@ -299,6 +331,8 @@ def main() -> int:
             if playable and given.machines in title:
                 report.say(f"\n## Real agents, {title}\n")
                 rows += real(report, playable, seeds, machines, logs=given.logs)
+        if not (given.only or given.no_figures or given.machines):
+            real_neighbours(report, rounds=given.real_runs)
     runs = sum(len(row.outcomes) + len(row.crashed) for row in rows)
     broken = sum(bool(outcome.violations) for row in rows for outcome in row.outcomes) + sum(
         len(r.crashed) for r in rows

@@ -143,11 +143,15 @@ class AgentRoom(Generic[M]):
 
         wait_for("all see each other", SETTLE_SECONDS, lambda: all(settled(one) for one in self.live().values()))
 
-    def place(self, nodes: Sequence[NodeId]) -> None:
+    def place(self, nodes: Sequence[NodeId], model_id: ModelId = MODEL) -> None:
         """Free what is placed, then an instance with a seat on each of `nodes`, ready everywhere."""
         self.free()
+        self.add(nodes, model_id)
+
+    def add(self, nodes: Sequence[NodeId], model_id: ModelId) -> None:
+        """One more instance, with a seat on each of `nodes`; all are ready everywhere then."""
         through = next(iter(self.live().values()))
-        query = {"model_id": MODEL, "context": CONTEXT_TOKENS, "concurrency": CONCURRENCY}
+        query = {"model_id": model_id, "context": CONTEXT_TOKENS, "concurrency": CONCURRENCY}
         previews = get(through, "/instance/previews", **query)["previews"]
         if previews[0]["error"]:
             raise RoomError(previews[0]["error"])
@@ -162,7 +166,10 @@ class AgentRoom(Generic[M]):
             raise RoomError(answer.text)
 
         def ready() -> bool:
-            return all([i["state"] for i in instances(agent)] == ["ready"] for agent in self.live().values())
+            placed = [instances(agent) for agent in self.live().values()]
+            return all(
+                model_id in {i["model_id"] for i in seen} and {i["state"] for i in seen} == {"ready"} for seen in placed
+            )
 
         wait_for("the instance is ready", PLACE_SECONDS, ready)
 

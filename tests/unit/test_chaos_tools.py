@@ -22,6 +22,7 @@ from meshinfer.testing.chaos import Answer, machine_scenarios, scenarios
 from meshinfer.testing.chaos_agents import can_play, phases_of
 from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
+from meshinfer.testing.neighbours import Round, summary
 
 
 @pytest.fixture
@@ -294,3 +295,11 @@ def test_a_machines_clocks_are_wrong_and_its_wall_clock_can_be_set(tmp_path: Pat
                 seen = hours_ahead()
             process.kill()
     assert seen == (-1, 1)
+
+
+def test_rounds_beside_a_failure_are_summed_up_by_their_medians() -> None:
+    gaps = (*(0.02,) * 98, 0.05, 0.4)
+    rounds = [Round(True, tuple(gap * factor for gap in gaps), 100.0, 1.0, 0.5) for factor in (1.0, 2.0, 30.0)]
+    found = summary(rounds)
+    assert (found.p50, found.p99, found.longest) == (0.04, 0.1, 0.8)
+    assert (found.cpu_percent, found.busy_share, found.pause_seconds) == (100.0, 1.0, 0.5)
