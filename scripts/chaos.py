@@ -233,14 +233,21 @@ def real_neighbours(report: Report, rounds: int) -> None:
         "Gaps are between tokens after the moment of the kill. Cores are shared: what loads layers takes time from what "
         "steps.\n"
     )
+    with agent_room(OneMachine, store, neighbours.AGENTS) as room:
+        found: list[neighbours.Round] = []
+        for fails in (False, True) * rounds:
+            try:
+                found.append(neighbours.play(room, fails=fails))
+            except Exception as error:  # noqa: BLE001 - as in play_all
+                report.say(f"A round could not be played: {error!r}"[:500])
     report.say(
         "| agent of the other pair | gap p50 ms | p99 ms | longest ms | CPU in use | all cores busy | its own pause s |"
     )
     report.say("|---|---|---|---|---|---|---|")
-    with agent_room(OneMachine, store, neighbours.AGENTS) as room:
-        found = [neighbours.play(room, fails=fails) for _ in range(rounds) for fails in (False, True)]
     for fails, name in ((False, "goes on"), (True, "is killed")):
-        each = neighbours.summary([one for one in found if one.fails == fails])
+        if not (ours := [one for one in found if one.fails == fails]):
+            continue
+        each = neighbours.summary(ours)
         report.say(
             f"| {name} | {1000 * each.p50:.0f} | {1000 * each.p99:.0f} | {1000 * each.longest:.0f} "
             f"| {each.cpu_percent:.0f} % | {100 * each.busy_share:.0f} % of the time | {each.pause_seconds:.2f} |"
