@@ -17,6 +17,10 @@ of the session that is opened again are the same ones.
 could run: running and kept ones together are never more than the placement's concurrency. Replay logs live
 in what the reserved contexts leave: (concurrency × context − tokens held) × bytes of keys and values of a
 token; when that is full, the longest logs go, and a lost neighbour's session costs a recomputation here.
+A log that was promised to the head stays until its session has joined the batch: it fitted when it was
+promised (else there was no promise), and beside it others grow by a step a turn at most, for the turns that its
+session takes to come back. By so much, and never by more than the promised logs themselves, may all of it
+exceed the bound; with the next step after the joining it is within it again.
 Time: kept sessions go KEPT_SECONDS after the pipeline was whole again.
 """
 
@@ -47,6 +51,8 @@ class Trace:
     """Of the positions that its caches hold."""
     log: ReplayLog | None = None
     """Outputs for all of `tokens`; None on the last stage, and where they were not kept from the start."""
+    promised: bool = False
+    """The head was told that the log can be replayed, and the session has not joined the batch since."""
     caches: Entry | None = None
     """While it does not run: since the pipeline broke, until it is recalled."""
 
@@ -126,6 +132,7 @@ class Keeper:
         """
         self._lapses_at = None
         for number, trace in self._running.items():
+            trace.promised = False
             trace.caches = trace.caches or caches.get(number)
             if trace.caches is not None:
                 self._kept[trace.session_id] = trace
@@ -143,11 +150,16 @@ class Keeper:
         return True
 
     def bound_logs(self, token_bytes: int) -> None:
-        """Drop the longest logs until the rest have room; `token_bytes`: of keys and values of a token."""
+        """Drop the longest logs until the rest have room, but none that is promised.
+
+        Args:
+            token_bytes: of keys and values of a token.
+        """
         traces = [*self._running.values(), *self._kept.values()]
         room = (self._capacity_tokens - sum(len(trace.tokens) for trace in traces)) * token_bytes
         sizes = {id(trace): trace.log.size_bytes for trace in traces if trace.log}
-        for trace in sorted(traces, key=lambda trace: sizes.get(id(trace), 0), reverse=True):
+        free = [trace for trace in traces if not trace.promised]
+        for trace in sorted(free, key=lambda trace: sizes.get(id(trace), 0), reverse=True):
             if sum(sizes.values()) <= room:
                 return
             trace.log = None

@@ -155,7 +155,9 @@ class Stepper:
         cut_entry(entry, good, self.caches.fresh)
         trace.cut(good)
         self.caches.adopt(control.cache, entry, number)
-        return Kept(good, entry.lowest, replays=trace.log is not None)
+        self.sessions.bound_logs(self._cache_token_bytes)  # nothing is promised that does not fit
+        trace.promised = good > 0 and trace.log is not None
+        return Kept(good, entry.lowest, replays=trace.promised)
 
     def restore(self, control: StepControl, part: Part, tokens: mx.array, carried: Sequence[mx.array] = ()) -> Any:
         """This stage's part in bringing a session back.
@@ -223,6 +225,8 @@ class Stepper:
             trace = self.sessions.running(number)
             if trace is None:
                 continue
+            if not control.parts:
+                trace.promised = False  # it is in the batch: nobody asks any more
             if not control.samples and (control.parts or trace.computed_before):
                 self.recomputed_tokens += count
             if position == 0 and self._can_log:
@@ -231,7 +235,7 @@ class Stepper:
             if trace.log is not None:
                 taken = taken or Rows(self._produced, outputs, tokens.shape[1])
                 trace.log.append(taken, row, count)
-        if taken is not None:
+        if self._can_log:  # tokens without a log take room from the others' logs too
             if self._cache_token_bytes == 0:
                 self._cache_token_bytes = sum(_token_bytes(own) for own in self.stage.own_caches(cache))
             self.sessions.bound_logs(self._cache_token_bytes)

@@ -146,6 +146,10 @@ class SeatLoop:
                 head.turn()
         except PipelineBroken as error:
             self._break(error)
+        except ProtocolError as error:  # of its own step: what comes from others is looked at in `_receive`
+            self._break(PipelineBroken("activations", self._load.seat_index, f"its own step failed: {error}"))
+            # What it believes of its sessions is wrong somewhere: from nothing they come back for certain.
+            self._stepper.clear()
         self._refresh()
 
     # --- what comes -----------------------------------------------------------------------------

@@ -13,12 +13,14 @@ from resume_kit import CONCURRENCY, CONTEXT, FragilePipeline, Loss, wanted
 from tiny_models import VOCABULARY
 
 from meshinfer.base.errors import ProtocolError
+from meshinfer.base.ids import SessionId
 from meshinfer.engine import stepping
 from meshinfer.engine.cache_table import Entry
-from meshinfer.engine.keeping import KEPT_SECONDS
+from meshinfer.engine.keeping import KEPT_SECONDS, Keeper
+from meshinfer.engine.replay_log import ReplayLog
 from meshinfer.pipeline.resuming import plan_return
 from meshinfer.wire.records import OpenSession, Sampling
-from meshinfer.wire.steps import Kept, StepControl
+from meshinfer.wire.steps import Kept, SessionStart, StepControl
 
 GREEDY = Sampling(seed=0, temperature=0)
 SEEDED = Sampling(seed=7, temperature=0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.4)
@@ -180,6 +182,44 @@ def test_logs_stay_within_what_the_contexts_leave():
     pipeline.meddle = look
     pipeline.run([wanted(number, [number] * (CONTEXT - 20), 10, GREEDY) for number in range(1, 5)])
     assert most > 100 * token_bytes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counts", "step"),
+    [((178, 197, 186, 200), (16, 15, 7, 15), 27), ((198, 190, 199, 176), (19, 13, 19, 10), 36)],
+)
+def test_a_promised_replay_is_given_however_full_the_contexts_are(
+    lengths: Sequence[int], counts: Sequence[int], step: int
+):
+    """Others' steps fill the room, and drop no log that the head still counts on (the first is a run that once broke)."""
+    records = [
+        wanted(number, [(number + 7 * k) % 90 + 1 for k in range(length)], count, GREEDY)
+        for number, (length, count) in enumerate(zip(lengths, counts, strict=True), 1)
+    ]
+    pipeline = FragilePipeline("llama", [Loss(step, 1, 1)])
+    assert pipeline.run(records) == FragilePipeline("llama").run(records)
+    assert any("replay" in control.parts for control in pipeline.log)
+    pipeline.assert_free()
+
+
+def test_the_longest_logs_go_but_none_that_is_promised():
+    keeper = Keeper(3, 10)
+    keeper.begin([SessionStart(n, SessionId(f"{n:032x}"), "origin", 9, 0, 1, (), GREEDY) for n in (1, 2, 3)])
+    traces = [trace for n in (1, 2, 3) if (trace := keeper.running(n))]
+    for trace, length in zip(traces, (9, 4, 6), strict=True):
+        trace.tokens, trace.log = [1] * length, ReplayLog(())
+        trace.log._data = [bytearray(10 * length)]
+    traces[0].promised = True
+
+    def logged(token_bytes: int) -> list[bool]:
+        keeper.bound_logs(token_bytes)  # 11 of 30 tokens are left
+        return [trace.log is not None for trace in traces]
+
+    assert logged(18) == [True, True, True]  # 190 of 198 bytes
+    assert logged(12) == [True, True, False]  # 130 of 132
+    assert logged(1) == [True, False, False]
+    traces[0].promised = False
+    assert logged(1) == [False, False, False]
 
 
 # --- what is found out ----------------------------------------------------------------------------
