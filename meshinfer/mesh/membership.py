@@ -57,6 +57,7 @@ from meshinfer.mesh.membership_events import (
     Event,
     EventOfNode,
     Late,
+    LinkDoubted,
     MemberState,
     OthersDoNot,
     OthersReach,
@@ -175,6 +176,11 @@ class _Member:
     relays_silent: bool = False
     """Some of them said nothing."""
 
+    @property
+    def link_is_silent(self) -> bool:
+        """Others reach it and we do not, though we are connected. A lost connection is decided soon, or comes back."""
+        return self.state == "suspect" and self.others == "reach" and self.connected and self.unanswered >= 2
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -225,6 +231,10 @@ class Membership:
             for node, m in self._members.items()
             if m.state == "distant" or (m.state == "suspect" and m.others == "reach")
         )
+
+    def reached(self) -> frozenset[NodeId]:
+        """Neighbours on the links to which a plan may count: it is `vouched` for, and the link is not in doubt."""
+        return frozenset(node for node in self.vouched() if not self._members[node].link_is_silent)
 
     def dead(self) -> dict[NodeId, float]:
         """Neighbours held dead, and since when."""
@@ -306,8 +316,7 @@ class Membership:
                 member.slowest_seconds = max(took, self._timing.slow_fades * member.slowest_seconds)
                 effects += self._apply(node, "answered", now, "answers pings")
             case OthersReach(node, by) if member and member.state == "suspect":
-                member.others, member.reached_by = "reach", f"{by} reaches it"
-                effects += self._settle(node, member, now)
+                effects += self._reached(node, member, f"{by} reaches it", now)
             case OthersDoNot(node, unanswered) if member and member.state == "suspect" and member.others == "unknown":
                 member.others, member.relays_silent = "do not", unanswered > 0
                 effects += self._settle(node, member, now)
@@ -331,6 +340,13 @@ class Membership:
                     effects.append(Probe(node))
         return effects
 
+    def _reached(self, node: NodeId, suspect: _Member, by: str, now: float) -> list[Effect]:
+        """Others reach a suspect: it is our link that is in doubt, and they should hear of that before we are sure."""
+        is_news = suspect.others != "reach"
+        suspect.others, suspect.reached_by = "reach", by
+        settled = self._settle(node, suspect, now)
+        return [LinkDoubted(node)] if is_news and suspect.link_is_silent and not settled else settled
+
     def _hear(self, node: NodeId, incarnation: int, leaving: bool, now: float) -> list[Effect]:
         member = self._members.get(node)
         if member is None:
@@ -348,8 +364,7 @@ class Membership:
             return self._apply(node, "returned", now, f"came back with incarnation {incarnation}")
         if member.state == "suspect" and member.suspected_incarnation > 0:
             # The suspect itself has refuted, and its word came through others.
-            member.others, member.reached_by = "reach", f"refuted it with incarnation {incarnation}"
-            return self._settle(node, member, now)
+            return self._reached(node, member, f"refuted it with incarnation {incarnation}", now)
         if member.suspected_incarnation > 0:
             return self._apply(node, "refuted", now, f"refuted it with incarnation {incarnation}")
         return []

@@ -122,6 +122,13 @@ class StateChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkDoubted:
+    """`node` is suspect and others reach it (`Membership.out_of_reach`): no plan should count on our link to it."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class Redial:
     """Try all addresses of `node` at once, and say `RedialFailed` or let `Connected` come."""
 
@@ -142,4 +149,4 @@ class AskOthers:
     node: NodeId
 
 
-Effect = StateChanged | Redial | Probe | AskOthers
+Effect = StateChanged | LinkDoubted | Redial | Probe | AskOthers

@@ -51,6 +51,7 @@ from meshinfer.mesh.membership_events import (
     Effect,
     Event,
     Late,
+    LinkDoubted,
     MemberState,
     PingAnswered,
     PingSent,
@@ -449,6 +450,8 @@ class Mesh:
                     self._gossip.wake(urgent=True)
                     self._connector.look_again()
                     self._note()
+                case LinkDoubted():
+                    self._gossip.wake(urgent=True)
                 case Redial(node):
                     self._connector.redial(node)
                 case Probe(node):
@@ -492,7 +495,8 @@ class Mesh:
         return near or able
 
     def _own_links(self) -> tuple[Link, ...]:
-        links = self._prober.links(self._own, self._membership.vouched(), trio.current_time())
+        # One that others reach and we do not is no link to plan with, long before we give it up.
+        links = self._prober.links(self._own, self._membership.reached(), trio.current_time())
         return self._links.complete(links) if self._links else links
 
     def _make_prober(self, probes: ProbeChannels, rng: random.Random) -> LinkProber:

@@ -1,7 +1,8 @@
 """The next epoch of an instance that lost seats: keep what is warm, fill the holes.
 
 Where no seat is lost (a step was late, a channel broke, and everyone lives), the next epoch is the same placement:
-nothing is loaded at all. A seat that is to blame after all fails by itself, and is the hole of the epoch after.
+nothing is loaded at all. A seat that is to blame after all fails by itself, and is the hole of the epoch after. Unless
+two that have a channel do not see each other any more, though all others see both: then one of the two has to go.
 
 A warm seat's layers are in memory already, so a placement that leaves all of them where they are
 answers again as soon as the holes are loaded; any other moves more bytes than were lost. Each hole
@@ -11,7 +12,7 @@ files first. Pure; every candidate goes through the planner's own check of memor
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice, product
 
@@ -28,6 +29,10 @@ MAX_TRIED = 256
 """Combinations of nodes for the holes that are looked at: all for one hole among 256 nodes, or two among 16. Each costs
 some 0.1 ms; more holes than that are better planned anew."""
 
+MAX_TORN = 64
+"""Ways to choose one of each two that are apart: all for six such pairs."""
+Pair = frozenset[NodeId]
+
 
 def repairs(
     old: Placement,
@@ -40,32 +45,58 @@ def repairs(
     """Placements like `old` with the `lost` seats (indices) on other live nodes, best first.
 
     `topology` counts the memory of the warm seats as free, since the next epoch takes it over.
-    Empty if nothing is warm, no live node can fill a hole, or nothing is lost but two nodes that have a channel do not
-    see each other. The last stage and the head have one, too: over it each token comes back.
+    Empty if nothing is warm, or no live node can fill a hole.
     """
-    holes = sorted(lost)
-    if len(holes) == len(old.seats):
-        return ()
-    channels = cycle_hops([seat.node_id for seat in old.seats])
-    if not holes and not all(_see_each_other(topology, channel) for channel in channels):
-        return ()
-    warm = {seat.node_id for index, seat in enumerate(old.seats) if index not in lost}
-    # A node that has a seat already goes last: a second runner costs its overhead twice.
-    order = sorted(topology.by_id, key=lambda node: (node in warm, not _holds(topology, node, card), node))
-    found: list[tuple[tuple[bool, int, float, tuple[NodeId, ...]], Plan]] = []
-    for nodes in islice(product(order, repeat=len(holes)), MAX_TRIED):
-        seats = list(old.seats)
-        for index, node in zip(holes, nodes, strict=True):
-            seats[index] = replace(seats[index], node_id=node)
-        verdict = validate_placement(
-            replace(old, seats=tuple(seats)), topology, card, may_fetch=True, prefill_chunk_tokens=prefill_chunk_tokens
-        )
-        if isinstance(verdict, Plan):
-            fetches = sum(not _holds(topology, node, card) for node in nodes)
-            doubled = not warm.isdisjoint(nodes) or len(set(nodes)) < len(nodes)
-            found.append(((doubled, fetches, verdict.predicted_hop_seconds, nodes), verdict))
+    broken = broken_channels(old, topology)
+    found: list[tuple[tuple[int, bool, int, float, tuple[NodeId, ...]], Plan]] = []
+    for holes in _holes(old, lost, broken):
+        warm = {seat.node_id for index, seat in enumerate(old.seats) if index not in holes}
+        # A node that has a seat already goes last: a second runner costs its overhead twice.
+        order = sorted(topology.by_id, key=lambda node: (node in warm, not _holds(topology, node, card), node))
+        for nodes in islice(product(order, repeat=len(holes)), MAX_TRIED):
+            seats = list(old.seats)
+            for index, node in zip(holes, nodes, strict=True):
+                seats[index] = replace(seats[index], node_id=node)
+            placement = replace(old, seats=tuple(seats))
+            if crosses(placement, broken):
+                continue
+            verdict = validate_placement(
+                placement, topology, card, may_fetch=True, prefill_chunk_tokens=prefill_chunk_tokens
+            )
+            if isinstance(verdict, Plan):
+                fetches = sum(not _holds(topology, node, card) for node in nodes)
+                doubled = not warm.isdisjoint(nodes) or len(set(nodes)) < len(nodes)
+                found.append(((len(holes), doubled, fetches, verdict.predicted_hop_seconds, nodes), verdict))
     found.sort(key=lambda scored: scored[0])
     return tuple(plan for _, plan in found)
+
+
+def broken_channels(old: Placement, topology: Topology) -> frozenset[Pair]:
+    """Pairs of living nodes that have a channel in `old` and do not see each other (any more)."""
+    pairs = cycle_hops([seat.node_id for seat in old.seats])
+    return frozenset(
+        frozenset(pair) for pair in pairs if topology.by_id.keys() >= {*pair} and not _see_each_other(topology, pair)
+    )
+
+
+def crosses(placement: Placement, broken: Collection[Pair]) -> bool:
+    """Whether one of its channels is between two of `broken`. The last stage and the head have one, too: over it each
+    token comes back.
+    """
+    return any(frozenset(pair) in broken for pair in cycle_hops([seat.node_id for seat in placement.seats]))
+
+
+def _holes(old: Placement, lost: Collection[int], broken: Collection[Pair]) -> Iterator[tuple[int, ...]]:
+    """Sets of seats to fill: those that are lost, and of each two that do not see each other the one or the other."""
+    count = len(old.seats)
+    torn = [
+        (index, (index + 1) % count)
+        for index in range(count)
+        if frozenset((old.seats[index].node_id, old.seats[(index + 1) % count].node_id)) in broken
+    ]
+    apart = [pair for pair in torn if not {*pair} & {*lost}]
+    choices = {tuple(sorted({*lost, *chosen})) for chosen in islice(product(*apart), MAX_TORN)}
+    return (holes for holes in sorted(choices) if len(holes) < count)
 
 
 def _see_each_other(topology: Topology, pair: tuple[NodeId, NodeId]) -> bool:

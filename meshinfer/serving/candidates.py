@@ -16,7 +16,7 @@ from meshinfer.planning.hops import cycle_hops
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Plan, Preview, Refusal
 from meshinfer.planning.planner import plan, validate_placement
-from meshinfer.planning.repair import repairs
+from meshinfer.planning.repair import broken_channels, crosses, repairs
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.view import Instance
@@ -63,6 +63,8 @@ class CandidateSource:
                 ]
                 chunk = self._ports.settings.prefill_chunk_tokens
                 plans = [*repairs(old.placement, lost, among, card, prefill_chunk_tokens=chunk), *plans]
+                broken = broken_channels(old.placement, among)
+                plans.sort(key=lambda candidate: crosses(candidate.placement, broken))
             if plans:
                 return plans, refusals
         return [], refusals

@@ -41,6 +41,9 @@ Deed = Literal[
     "deafen",
     "mute",
     "cut from origin",
+    "cut from next",
+    "mute to next",
+    "deafen to next",
     "split",
     "step clocks",
     "starve runner",
@@ -58,7 +61,8 @@ Deed = Literal[
 """kill: agent and runners die at once. stop: they freeze, and their sockets stay open. kill runner, hang runner: its
 runner alone dies, or computes no more while it goes on to send heartbeats. freeze runner: it alone is stopped. cut off: nothing passes from or to it;
 deafen: to it; mute: from it. cut from origin: nothing passes between it and the request's origin, while all others
-reach both (a bridge). split: the mesh falls into the origin with as many others as the model needs, and the rest.
+reach both (a bridge). cut from next: nothing passes between it and the seat after it, the head after the last one, while
+all others reach both; mute to next: nothing from it to that one; deafen to next: nothing from that one to it. split: the mesh falls into the origin with as many others as the model needs, and the rest.
 step clocks: its wall clock steps by an hour, ahead or back.
 Of real machines only: starve runner: the kernel kills it for want of memory; refuse memory: it gets no more of it;
 slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home. … lines: its
@@ -95,6 +99,15 @@ class Scenario:
     origin itself."""
 
 
+NEIGHBOURS: tuple[tuple[Part, Part], ...] = (("head", "middle"), ("middle", "last"), ("last", "head"))
+BETWEEN: dict[Deed, str] = {
+    "cut from next": "cut between {} and {}",
+    "mute to next": "nothing passes from {} to {}",
+    "deafen to next": "nothing passes to {} from {}",
+}
+"""What is done to two neighbours in the pipeline, neither of which is the origin."""
+
+
 def scenarios() -> tuple[Scenario, ...]:
     """Every fault that we claim to survive."""
     found: list[Scenario] = []
@@ -129,6 +142,9 @@ def scenarios() -> tuple[Scenario, ...]:
         found.append(Scenario(f"mute {part} for 10 s", (Fault("mute", part, seconds=10.0),)))
         bridge = (Fault("cut from origin", part, seconds=10.0),)
         found.append(Scenario(f"bridge: {part} and origin cannot reach each other for 10 s", bridge))
+    for part, following in NEIGHBOURS:
+        for deed, how in BETWEEN.items():
+            found.append(Scenario(f"{how.format(part, following)} for 10 s", (Fault(deed, part, seconds=10.0),)))
     lost = (Fault("kill", "middle"),)
     for part in ("middle", "planner"):
         for way, skew in (("ahead", HOUR_SECONDS), ("behind", -HOUR_SECONDS)):

@@ -35,6 +35,7 @@ from meshinfer.testing.agent_room import CONTEXT_TOKENS, MODEL, AgentRoom, RoomE
 from meshinfer.testing.agent_witness import Witness, read_agent
 from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import (
+    BETWEEN,
     HOUR_SECONDS,
     Answer,
     Deed,
@@ -91,7 +92,7 @@ _LINES: dict[Deed, Faults] = {
     "drop lines": Faults(drop=True),
 }
 _WITH_LINES: frozenset[Deed] = frozenset((*_LINES, "half-close lines", "reset lines"))
-_PAIRS: frozenset[Deed] = frozenset(("deafen", "mute", "cut from origin", "split"))
+_PAIRS: frozenset[Deed] = frozenset(("deafen", "mute", "cut from origin", "split", *BETWEEN))
 """Cuts between pairs of agents; their clients reach all of them."""
 _WITH_CABLES: frozenset[Deed] = frozenset((*_PAIRS, "cut off", "slow down"))
 
@@ -232,6 +233,8 @@ class _Run:
         agents = self.room.live()
         harmless: set[Deed] = {"fill disk"}
         hit = {node for f in self.scenario.faults if f.deed not in harmless for node in self._players(f.part)}
+        if any(fault.deed in BETWEEN for fault in self.scenario.faults):
+            hit |= {self._after(node) for node in hit}
         free = [name for name, agent in agents.items() if agent.node_id not in hit]
         self.origin = self.rng.choice(free or list(agents))
         self.other = self.rng.choice([name for name in free if name != self.origin] or [self.origin])
@@ -277,6 +280,10 @@ class _Run:
                 now = {NodeId(seat["node_id"]) for instance in placed for seat in instance["seats"]}
                 fresh = sorted(node for node in now - set(self.seats) if node != origin)
                 return fresh or [node for node in self.seats if node in live and node != origin]
+
+    def _after(self, node: NodeId) -> NodeId:
+        """Who has the seat after that one's; the head after the last."""
+        return self.seats[(self.seats.index(node) + 1) % len(self.seats)]
 
     def _ends(self, answer: Answer) -> str:
         return "either" if answer.client != "first" and self.scenario.ends == "error" else self.scenario.ends
@@ -389,6 +396,10 @@ class _Run:
                 return [(name, other) for other in others]
             case "cut from origin":
                 return [(name, self.origin), (self.origin, name)]
+            case "cut from next" | "mute to next" | "deafen to next":
+                following = self.room.name_of(self._after(self.room.live()[name].node_id))
+                ways = {"mute to next": [(name, following)], "deafen to next": [(following, name)]}
+                return ways.get(deed, [(name, following), (following, name)])
             case _:
                 apart = self.rng.sample(others, len(others) + 1 - self.scenario.stages)
                 here = [name, *(other for other in others if other not in apart)]

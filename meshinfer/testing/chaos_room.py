@@ -29,6 +29,7 @@ from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Finished, Generated, Waiting
 from meshinfer.testing.chaos import (
+    BETWEEN,
     HOUR_SECONDS,
     Answer,
     Fault,
@@ -219,6 +220,8 @@ class _Run:
         not_yet = {"origin", "replacement", "bystander"}
         parts: set[Part] = {fault.part for fault in self.scenario.faults if fault.part not in not_yet}
         hit = {node for part in parts for node in self._players(part)}
+        if any(fault.deed in BETWEEN for fault in self.scenario.faults):
+            hit |= {self._after(node) for node in hit}
         free = [node for node in self.cluster.nodes if node.node_id not in hit]
         self.origin = self.rng.choice(free or self.cluster.nodes)
 
@@ -252,6 +255,11 @@ class _Run:
                 return sorted((now - set(seats)) - self.dead - {self.origin.node_id}) or [
                     node for node in seats if node not in self.dead and node != self.origin.node_id
                 ]
+
+    def _after(self, node: NodeId) -> NodeId:
+        """Who has the seat after that one's; the head after the last."""
+        seats = [seat.node_id for seat in self.placement.seats]
+        return seats[(seats.index(node) + 1) % len(seats)]
 
     def _live(self) -> list[SimNode]:
         return [node for node in self.cluster.live() if node.node_id not in self.dead]
@@ -365,6 +373,12 @@ class _Run:
                 network.cut([node.node_id], everyone, one_way=True)
             case "cut from origin":
                 network.cut([node.node_id], [self.origin.node_id])
+            case "cut from next":
+                network.cut([node.node_id], [self._after(node.node_id)])
+            case "mute to next":
+                network.cut([node.node_id], [self._after(node.node_id)], one_way=True)
+            case "deafen to next":
+                network.cut([self._after(node.node_id)], [node.node_id], one_way=True)
             case "split":
                 rest = self.rng.sample(everyone, len(everyone) + 1 - self.scenario.stages)
                 network.cut(rest, [other for other in (*everyone, node.node_id) if other not in rest])

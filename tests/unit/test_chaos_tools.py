@@ -236,7 +236,18 @@ def test_every_scenario_of_a_machine_can_be_played_on_one() -> None:
             assert any(can_play(scenario, kind, 3) for kind in kinds), scenario.name
 
 
-@pytest.mark.parametrize("name", ["deafen head", "mute last", "bridge: head", "split", "cut off middle"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deafen head",
+        "mute last",
+        "bridge: head",
+        "split",
+        "cut off middle",
+        "cut between last",
+        "nothing passes from head",
+    ],
+)
 def test_agents_with_cables_of_their_own_can_be_cut_from_each_other_in_every_way(name: str) -> None:
     scenario = next(scenario for scenario in scenarios() if scenario.name.startswith(name))
     assert can_play(scenario, CabledMachines, 5)

@@ -25,6 +25,7 @@ from meshinfer.mesh.membership_events import (
     Effect,
     Event,
     Late,
+    LinkDoubted,
     MemberState,
     OthersDoNot,
     OthersReach,
@@ -235,8 +236,10 @@ def test_blame_of_nobody_is_nothing() -> None:
 def test_whom_others_reach_is_distant_and_not_dead() -> None:
     machine = connected(B)
     silence(machine, 0.5, 1.0, (B,))
-    machine.handle(OthersReach(A, B), 1.1)
+    assert machine.handle(OthersReach(A, B), 1.1) == [LinkDoubted(A)]
+    assert machine.handle(OthersReach(A, C), 1.2) == [], "once is enough"
     assert machine.state(A) == "suspect", "it may still answer"
+    assert A in machine.out_of_reach()
     silence(machine, 1.5, 3.0, (B,))
     assert machine.state(A) == "distant"
     assert A not in machine.vouched(), "we have no link to it"

@@ -8,7 +8,7 @@ import pytest
 
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import MIB
-from meshinfer.planning.repair import repairs
+from meshinfer.planning.repair import crosses, repairs
 from meshinfer.testing.cards import MODEL_DIGEST, MODEL_ID, model_card, node_card
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.link import Link
@@ -41,9 +41,22 @@ def test_where_nothing_is_lost_the_next_epoch_is_the_same(names: str) -> None:
 
 
 @pytest.mark.parametrize("cut", ["ab", "bc", "ac"])
-def test_it_is_not_where_two_that_have_a_channel_do_not_see_each_other(cut: str) -> None:
+def test_of_two_that_have_a_channel_and_do_not_see_each_other_one_goes(cut: str) -> None:
     """`ac`: the way back, from the last stage to the head."""
-    assert repairs(in_turn(*"abc"), [], mesh(*"abc", cut=frozenset(cut)), CARD) == ()
+    old = in_turn(*"abc")
+    found = repairs(old, [], mesh(*"abcd", cut=frozenset(cut)), CARD)
+    for plan in found:
+        assert not crosses(plan.placement, [frozenset(NodeId(name) for name in cut)])
+        moved = [now.node_id for was, now in zip(old.seats, plan.placement.seats, strict=True) if was != now]
+        assert len(moved) == 1, "all others stay warm"
+    assert {seat.node_id for seat in found[0].placement.seats} > {"d"}
+
+
+def test_of_those_that_are_apart_who_is_lost_anyway_goes() -> None:
+    found = repairs(in_turn(*"abc"), [1], mesh(*"abcd", cut=frozenset("ab")), CARD)
+    assert found[0].placement.node_ids == tuple("adc")
+    for plan in found:
+        assert [seat.node_id for seat in plan.placement.seats][::2] == ["a", "c"]
 
 
 def test_whom_no_channel_joins_need_not_see_each_other() -> None:
