@@ -83,8 +83,9 @@ class Settings:
     """Sessions with a full context at once."""
     prefill_chunk_tokens: int = 512
     """Longer chunks use the machine better and hold up the others' next token longer."""
-    lease_seconds: float = 15.0
-    """A promise that is not committed lapses after this."""
+    lease_seconds: float = 7.0
+    """A promise that is not committed lapses after this: two calls' deadlines (the other seats' leases, and the commit)
+    and one second. Raising it holds memory longer for a planner that lives and fell silent."""
     call_timeout_seconds: float = 3.0
     """A control call to a live node; longer delays the next candidate."""
     spare_runner: bool = True

@@ -119,7 +119,7 @@ class SeatCalls:
         if node == self._ports.node_id:
             local: object
             if isinstance(message, Lease):
-                local = await self._seats.lease(message)
+                local = await self._seats.lease(message, node)
             elif isinstance(message, Deletion):
                 local = await self._seats.delete(message)
             elif method == COMMIT:

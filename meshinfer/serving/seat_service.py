@@ -148,13 +148,14 @@ class SeatService:
 
     # --- for planners: over the network or from this node's own ----------------------------------
 
-    async def lease(self, lease: Lease) -> LeaseAnswer:
-        """Promise memory for a seat, by this node's own numbers."""
+    async def lease(self, lease: Lease, planner: NodeId) -> LeaseAnswer:
+        """Promise memory for a seat to `planner`, by this node's own numbers."""
         key = SeatKey(lease.instance_id, lease.epoch, lease.seat_index)
         self._ledger.bound(self._ports.own_card().memory_usable_bytes)
         try:
             need = await self._need_bytes(lease)
-            lapses = self._ledger.lease(key, lease.placement, need, trio.current_time(), lease.begun_epoch)
+            known = planner if planner in self._ports.topology().by_id else None
+            lapses = self._ledger.lease(key, lease.placement, need, trio.current_time(), lease.begun_epoch, known)
         except DeletedMeanwhile as error:
             return LeaseAnswer(granted=False, newest_epoch=error.deletion.epoch, why=str(error), is_deleted=True)
         except StaleEpoch as error:
@@ -221,8 +222,7 @@ class SeatService:
     # --- handlers -------------------------------------------------------------------------------
 
     async def _on_lease(self, peer: NodeId, payload: bytes) -> bytes:
-        del peer
-        return encode(await self.lease(decode(Lease, payload)))
+        return encode(await self.lease(decode(Lease, payload), peer))
 
     async def _on_commit(self, peer: NodeId, payload: bytes) -> bytes:
         del peer

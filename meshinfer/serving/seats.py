@@ -2,7 +2,8 @@
 
 No leader may order a node about: a planner *proposes*, and this ledger decides by what is free here
 and now. A lease is a promise with a deadline on this node's own clock; a planner that dies between
-its steps leaves nothing behind, since what is not committed lapses.
+its steps leaves nothing behind: what is not committed lapses as soon as its death is known, and what is
+committed beside it does not wait for it. An older epoch's warm layers stay until the newer one is made.
 
     (asked) ── lease ──▶ leased ── commit ──▶ loading ── runner loaded ──▶ linking ── channels open ──▶ ready
                            │ lapse, release      │ runner failed or gone     ▲                             │
@@ -153,6 +154,8 @@ class _Seat:
     resident_bytes: int = 0
     sessions: int = 0
     step_seconds: float = 0.0
+    planner: NodeId | None = None
+    """Who places it, until every seat of it is committed; None as well: nobody whose death would be known here."""
     error: str = ""
     error_code: str = ""
     warm_bytes: int = 0
@@ -247,10 +250,19 @@ class SeatLedger:
 
     # --- asked by planners ----------------------------------------------------------------------
 
-    def lease(self, key: SeatKey, placement: Placement, need_bytes: int, now: float, begun_epoch: int = 0) -> float:
+    def lease(
+        self,
+        key: SeatKey,
+        placement: Placement,
+        need_bytes: int,
+        now: float,
+        begun_epoch: int = 0,
+        planner: NodeId | None = None,
+    ) -> float:
         """Promise `need_bytes` to this seat; seconds until the promise lapses. Idempotent.
 
-        `begun_epoch` is the first that this placing tried; 0: it is `key`'s.
+        `begun_epoch` is the first that this placing tried; 0: it is `key`'s. With the `planner`, where it is one that
+        lives in this node's view, the promise ends, too.
 
         Raises:
             DeletedMeanwhile: the placing began before the instance was deleted.
@@ -269,7 +281,7 @@ class SeatLedger:
         held = self._seats.get(key)
         if held is not None and held.placement.placement_id == placement.placement_id and held.state != "failed":
             if held.state == "leased":
-                held.lapses_at = now + self._lease_seconds
+                held.lapses_at, held.planner = now + self._lease_seconds, planner
             return self._lease_seconds
         newest = self.next_epoch(key.instance_id) - 1
         same_plan = any(
@@ -289,7 +301,8 @@ class SeatLedger:
                 do="free memory, or plan again with this node's present numbers",
             )
         self._remember_epoch(key.instance_id, key.epoch)
-        self._seats[key] = _Seat(key, placement, begun_epoch, need_bytes, "leased", now + self._lease_seconds, now)
+        lapses_at = now + self._lease_seconds
+        self._seats[key] = _Seat(key, placement, begun_epoch, need_bytes, "leased", lapses_at, now, planner=planner)
         return self._lease_seconds
 
     def commit(self, ref: SeatRef, now: float) -> list[SeatEffect]:
@@ -455,13 +468,17 @@ class SeatLedger:
         derived = {instance.instance_id: instance for instance in instances}
         effects: list[SeatEffect] = []
         for seat in list(self._seats.values()):
+            if seat.state == "leased" and seat.planner is not None and seat.planner not in not_lost:
+                del self._seats[seat.key]
+        for seat in list(self._seats.values()):
             instance = derived.get(seat.key.instance_id)
             if not seat.runs or instance is None or instance.epoch < seat.key.epoch:
                 continue
             gone = [node for node in seat.placement.node_ids if node not in not_lost]
-            if instance.epoch > seat.key.epoch and self._is_awaited(seat):
-                # The news of the lease may be quicker than the commit: a repair would load what is here already.
-                effects += self._cut(seat, f"epoch {instance.epoch} is about to take its layers", now)
+            if instance.epoch > seat.key.epoch and (self._is_awaited(seat) or instance.is_half_made):
+                # The news of the lease may be quicker than the commit: a repair would load what is here already. And it
+                # may never be committed, and its repair want these layers.
+                effects += self._cut(seat, f"epoch {instance.epoch} is about to take its place", now)
             elif instance.epoch > seat.key.epoch:
                 effects += self._drop(seat, f"epoch {instance.epoch} took its place")
             elif instance.placement.placement_id != seat.placement.placement_id:
@@ -470,8 +487,11 @@ class SeatLedger:
                 effects += self._cut(seat, f"node {gone[0]} is gone", now)
             elif instance.state == "broken":
                 effects += self._cut(seat, f"another seat failed: {instance.error}", now)
+            elif seat.planner is not None and seat.planner not in not_lost and instance.is_half_made:
+                effects += self._cut(seat, "its planner is gone and has left it half made", now)
             elif not instance.missing:
                 seat.alone_since = None
+                seat.planner = seat.planner if instance.is_half_made else None
             elif seat.alone_since is None:
                 seat.alone_since = now
         return effects + self.tick(now)

@@ -48,6 +48,11 @@ class Instance:
             seat.node_id for seat, report in zip(self.placement.seats, self.reports, strict=True) if report is None
         )
 
+    @property
+    def is_half_made(self) -> bool:
+        """Some seat is no more than leased: without its planner, this will come to nothing."""
+        return any(report is None or report.state == "leased" for report in self.reports)
+
 
 def instances(topology: Topology, strangers: Collection[NodeId] = ()) -> tuple[Instance, ...]:
     """Every instance that some live node announces a seat of, newest epoch only, sorted by id.

@@ -69,9 +69,9 @@ slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written 
 control connections (not those of its runners) suffer that from a fault proxy, both ways."""
 Part = Literal["origin", "head", "middle", "last", "planner", "replacement", "holder", "bystander"]
 """replacement: who took a lost seat. holder: any with a seat. bystander: one without a seat that is not the origin."""
-Moment = Literal["prefill", "first token", "token k", "repair"]
+Moment = Literal["prefill", "first token", "token k", "repair", "placing"]
 """Of the first client's request. token k: any but the first and the last. repair: within a second after the origin
-noticed an earlier fault."""
+noticed an earlier fault. placing: between the first lease and the last commit of the next epoch, or just after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,9 @@ def scenarios() -> tuple[Scenario, ...]:
     for part in (*parts, "replacement"):
         first = Fault("kill", "middle")
         found.append(Scenario(f"kill middle, and {part} during the repair", (first, Fault("kill", part, "repair"))))
+    for planner in (Fault("kill", "planner", "placing"), Fault("stop", "planner", "placing", seconds=10.0)):
+        name = f"kill middle, and {planner.deed} planner between lease and commit"
+        found.append(Scenario(name, (Fault("kill", "middle"), planner), nodes=8))
     found.append(Scenario("kill head and middle at once", (Fault("kill", "head"), Fault("kill", "middle"))))
     found.append(Scenario("kill middle and last at once", (Fault("kill", "middle"), Fault("kill", "last"))))
     for part in ("head", "middle", "last"):

@@ -120,6 +120,10 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
         deeds.discard("hang runner")
     away = sum(fault.deed in _TAKES_AWAY for fault in scenario.faults)
     is_split = any(fault.deed == "split" for fault in scenario.faults)
+    if any(
+        fault.moment == "placing" for fault in scenario.faults
+    ):  # it takes milliseconds: nobody hits it from outside
+        return False
     fits = away <= agents - 2 and scenario.ends != "error" and not (is_split and agents <= scenario.stages)
     return fits and not deeds
 

@@ -50,7 +50,7 @@ from meshinfer.testing.clocks import (
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
 from meshinfer.topology.placement import Placement
-from meshinfer.wire.messages import Place
+from meshinfer.wire.messages import LEASE, Place
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ PROMPT_TOKENS = 8
 DEADLINE_SECONDS = 120.0
 REST_SECONDS = 5.0
 """How long after the last answer and the last fault everything may take to be as before."""
+PLACING_SECONDS = 10.0
+"""How long a fault may take to have anything placed anew."""
 MEET_SECONDS = 30.0
 """For nodes that were apart to find each other again first: re-dials back off."""
 NODE_BYTES = 30 * MIB
@@ -338,6 +340,20 @@ class _Run:
                     await self.noticed.wait()
                 await trio.sleep(self.rng.uniform(0, 1.0))
                 await self._do(fault)
+            elif fault.moment == "placing":
+                with trio.move_on_after(PLACING_SECONDS):
+                    await self._next_lease()
+                # Three ways of the network: a lease's answer, a commit, and its.
+                await trio.sleep(self.rng.uniform(0, 3 * self.cluster.network.latency_seconds))
+                await self._do(fault)
+
+    async def _next_lease(self) -> None:
+        def leases() -> int:
+            return sum(count for (_, kind), count in self.cluster.network.received_messages.items() if kind == LEASE)
+
+        before = leases()
+        while leases() == before:  # noqa: ASYNC110 - virtual time is free
+            await trio.sleep(self.cluster.network.latency_seconds / 2)
 
     async def _do(self, fault: Fault) -> None:
         """Make the fault, and undo it when its time is over."""

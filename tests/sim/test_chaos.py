@@ -12,6 +12,8 @@ from meshinfer.testing.chaos_room import play
 
 SEEDS = 1
 SCENARIOS = scenarios()
+PAUSE_SECONDS = 3.0
+"""Of a client after a silent stall, with the weights nearby; of virtual time."""
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
@@ -19,6 +21,14 @@ def test_every_promise_holds(scenario: Scenario) -> None:
     for seed in range(SEEDS):
         outcome = play(scenario, seed)
         assert outcome.violations == (), f"{outcome.replay}\n" + "\n".join(outcome.violations)
+
+
+@pytest.mark.parametrize(("deed", "seed"), [("kill", 11), ("stop", 0)])
+def test_a_repair_that_its_planner_left_half_made_holds_nobody_up(deed: str, seed: int) -> None:
+    """Its leases end with it: the pause is that of any other loss."""
+    name = f"kill middle, and {deed} planner between lease and commit"
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
+    assert play(scenario, seed).answers[0].pause_seconds <= PAUSE_SECONDS
 
 
 def test_a_seed_replays() -> None:

@@ -196,7 +196,7 @@ async def lease_a_seat(cluster: Cluster, node: SimNode) -> SeatRef:
     index = plan.placement.node_ids.index(node.node_id)
     instance_id = instance_id_for(cluster.model.model_id, 0)
     asked = Lease(instance_id, 1, plan.placement, index, plan.memory[index].need_bytes)
-    assert (await node.serving.seats.lease(asked)).granted
+    assert (await node.serving.seats.lease(asked, node.node_id)).granted
     return SeatRef(instance_id, 1, plan.placement.placement_id)
 
 

@@ -1,5 +1,7 @@
 """The ledger of seats: promises, epochs, lapses. Pure; time is a number."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshinfer.base.errors import BadInput, NoRoom, Refused
@@ -337,6 +339,50 @@ def test_layers_that_a_lease_was_for_are_given_up_if_it_is_never_committed() -> 
     book.view_changed([leased], frozenset({ME, OTHER}), now=1.0)
     assert book.tick(11.0) == []  # the lease has lapsed
     assert [effect.key for effect in book.tick(1.0 + WARM_SECONDS)] == [key(1)]
+
+
+def test_a_lease_lapses_with_its_planner_and_leaves_what_is_warm_to_the_next() -> None:
+    planner = NodeId("planner")
+    everyone, left = frozenset({ME, OTHER, planner}), frozenset({ME, OTHER})
+    book = ledger()
+    ready(book)
+    book.lease(key(2), placement(), 60 * MIB, 1.0, planner=planner)
+    leased = Instance(INSTANCE, 2, placement(), "placing", 0.0, (None, None))
+    assert book.view_changed([leased], everyone, now=1.0) == []
+    assert [(report.epoch, report.state) for report in book.reports()] == [(1, "cut"), (2, "leased")]
+    assert book.view_changed([leased], left, now=1.5) == [], "others may still hold leases of it, which end as well"
+    assert [(report.epoch, report.state) for report in book.reports()] == [(1, "cut")]
+    book.lease(key(3), placement(), 60 * MIB, now=2.0)
+    assert book.commit(ref(3), now=2.1) == [RebindRunner(key(1), key(3), placement())]
+
+
+def test_what_was_committed_beside_a_lapsed_lease_does_not_wait_for_it() -> None:
+    planner = NodeId("planner")
+    book = ledger()
+    book.lease(key(), placement(), 60 * MIB, 1.0, planner=planner)
+    book.commit(ref(), now=1.0)
+    book.runner_said(key(), Loaded(50 * MIB, 60 * MIB, 1.0), now=1.2)
+    mine = book.reports()[0]
+    beside = replace(mine, seat_index=1, state="leased")
+    half = Instance(INSTANCE, 1, placement(), "loading", 0.5, (mine, beside))
+    book.view_changed([half], frozenset({ME, OTHER, planner}), now=1.3)
+    assert book.reports()[0].state == "linking"
+    book.view_changed([half], frozenset({ME, OTHER}), now=1.4)
+    assert book.reports()[0].state == "cut"
+
+
+def test_a_planner_whose_work_is_done_may_go() -> None:
+    planner = NodeId("planner")
+    book = ledger()
+    book.lease(key(), placement(), 60 * MIB, 1.0, planner=planner)
+    book.commit(ref(), now=1.0)
+    book.runner_said(key(), Loaded(50 * MIB, 60 * MIB, 1.0), now=1.2)
+    mine = book.reports()[0]
+    loading = Instance(INSTANCE, 1, placement(), "loading", 0.5, (mine, replace(mine, seat_index=1)))
+    book.view_changed([loading], frozenset({ME, OTHER, planner}), now=1.3)
+    unseen = Instance(INSTANCE, 1, placement(), "placing", 0.5, (mine, None))
+    book.view_changed([unseen], frozenset({ME, OTHER}), now=1.4)
+    assert book.reports()[0].state == "linking", "the other's report is late, and no more"
 
 
 def test_seats_that_are_not_ours_are_refused() -> None:
