@@ -161,9 +161,18 @@ class AgentRoom(Generic[M]):
         cuts = [layers * index // len(nodes) for index in range(len(nodes) + 1)]
         seats = zip(nodes, cuts, cuts[1:], strict=False)
         placement["seats"] = [{"node_id": node, "start": start, "end": end} for node, start, end in seats]
-        answer = HTTP.post(f"{through.url}/instance", json={"placement": placement}, timeout=PLACE_SECONDS)
-        if answer.status_code != 201:
-            raise RoomError(answer.text)
+        refused = ""
+
+        def taken() -> bool:
+            nonlocal refused
+            answer = HTTP.post(f"{through.url}/instance", json={"placement": placement}, timeout=PLACE_SECONDS)
+            refused = "" if answer.status_code == 201 else answer.json()["error"]["message"]
+            return not refused
+
+        try:  # what was freed a moment ago may not be known to be free by the planner
+            wait_for("the placement is taken", PLACE_SECONDS, taken)
+        except RoomError as error:
+            raise RoomError(f"{error}: {refused}") from None
 
         def ready() -> bool:
             placed = [instances(agent) for agent in self.live().values()]

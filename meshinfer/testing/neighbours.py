@@ -4,8 +4,8 @@
         pairs = [neighbours.play(room, fails=fails) for _ in range(5) for fails in (False, True)]
 
 Each round streams an answer of one model from two agents and, at the same time, one of another model from two
-others. In every second round an agent of that other pair is killed in mid-answer; a fifth agent is there to take its
-seat, since otherwise the repair would go to the first pair's nodes. Both kinds of rounds take turns, so that
+others. In every second round an agent of that other pair is killed in mid-answer; a fifth agent, which holds nothing,
+is there to take its seat. Both kinds of rounds take turns, so that
 whatever else the machine does meets both.
 
 What limits what: no message of the failure has business on the first pair, but all agents share this machine's
