@@ -26,6 +26,9 @@ from meshinfer.config import Settings
 from meshinfer.serving.requests import Generated, Waiting
 from meshinfer.serving.text_answer import TextDelta
 
+FAREWELL_SECONDS = 60.0
+"""For what has been generated to reach its client. Half a minute more than a laptop takes to change its Wi-Fi."""
+
 
 class InFlight:
     """The requests that this node is the origin of: how many there may be, and how to find one by its id."""
@@ -33,7 +36,7 @@ class InFlight:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._by_id: dict[str, Generation] = {}
-        """All and only requests that have not been answered to the end."""
+        """All and only requests that may have sessions."""
 
     @property
     def sessions(self) -> int:
@@ -78,14 +81,13 @@ class GenerationResponse:
         del scope  # as ASGI wants it
         out = _Out(send, self._dialect)
         try:
-            with self._in_flight.hold(self._request_id, self._generation):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_cancel_when_client_leaves, receive, nursery.cancel_scope)
-                    # No buffer: what the client does not read is not generated.
-                    report, happenings = trio.open_memory_channel[Happening](0)
-                    nursery.start_soon(self._generation.run, report)
-                    await (self._stream if self._dialect.stream else self._whole)(happenings, out)
-                    nursery.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_cancel_when_client_leaves, receive, nursery.cancel_scope)
+                # No buffer: what the client does not read is not generated.
+                report, happenings = trio.open_memory_channel[Happening](0)
+                nursery.start_soon(self._generate, report, nursery.cancel_scope)
+                await (self._stream if self._dialect.stream else self._whole)(happenings, out)
+                nursery.cancel_scope.cancel()
         except MeshinferError as error:
             await out.fail(error)
         except (
@@ -93,6 +95,16 @@ class GenerationResponse:
         ):  # a bug; the server says 500 and logs it, unless the stream has begun, which must not just end
             await out.fail(MeshinferError("this node made a mistake", do="look into its log")) if out.begun else None
             raise
+
+    async def _generate(self, report: trio.MemorySendChannel[Happening], answer: trio.CancelScope) -> None:
+        """Have it generated; the last report is `complete` or a MeshinferError."""
+        try:
+            with self._in_flight.hold(self._request_id, self._generation):
+                last = await self._generation.run(report)
+        except QueueFull as full:
+            last = full
+        answer.deadline = trio.current_time() + FAREWELL_SECONDS
+        await report.send(last)
 
     async def _stream(self, happenings: trio.MemoryReceiveChannel[Happening], out: _Out) -> None:
         silence = self._settings.api_first_token_wait_seconds
@@ -103,14 +115,19 @@ class GenerationResponse:
             if happening is None:
                 await out.write(self._dialect.sign_of_life(waiting))
             elif isinstance(happening, Waiting):
+                news = waiting is None or happening.phase != waiting.phase
                 waiting = happening
-                continue
+                if not (out.begun and news):
+                    continue
+                # What a pause is for is said as it begins, be it a repair or the loading after it.
+                await out.write(self._dialect.sign_of_life(waiting))
             elif isinstance(happening, MeshinferError):
                 return await out.fail(happening)
             elif happening == "complete":
                 await out.write(self._dialect.complete(self._generation.usage))
                 return await out.end()
             elif isinstance(happening, Piece):
+                waiting = None
                 assert self._generation.model is not None
                 await out.write(self._dialect.piece(happening, self._generation.model))
             else:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import hypercorn.trio
 import trio
 from hypercorn.config import Config
 from starlette.applications import Starlette
@@ -23,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshinfer.api.backend import Backend
+from meshinfer.api.connections import PATIENCE_SECONDS, serve_connections
 from meshinfer.api.control import ControlApi
 from meshinfer.api.errors import NotFound, headers_of, openai_body, status_of
 from meshinfer.api.guard import Guard, require_key
@@ -83,13 +83,12 @@ async def serve(
     listener: socket.socket,
     *,
     stop: trio.Event | None = None,
+    patience_seconds: float = PATIENCE_SECONDS,
     task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `app` at what `listen` gave until `stop` is set (open answers get GRACE_SECONDS) or the task is cancelled."""
     host, port = listener.getsockname()[:2]
     config = Config()
-    # Hypercorn takes the socket over by its number, so that what is bound is known before it starts.
-    config.bind = [f"fd://{listener.detach()}"]
     config.accesslog = None
     config.errorlog = _log
     config.graceful_timeout = GRACE_SECONDS
@@ -98,10 +97,11 @@ async def serve(
     config.keep_alive_max_requests = 10**9
     if stop is None:
         stop = trio.Event()  # never set
-    async with trio.open_nursery() as nursery:
-        run = partial(hypercorn.trio.serve, app, config, shutdown_trigger=stop.wait, mode="asgi")  # pyright: ignore[reportArgumentType] - its own spelling of ASGI's types
-        await nursery.start(run)
+    # Taken over by its number, so that the caller's may be closed again.
+    taken = trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=listener.detach())))
+    async with taken:
         task_status.started(Address(host, port))
+        await serve_connections(app, config, taken, stop, patience_seconds)
 
 
 def listen(settings: Settings) -> socket.socket:

@@ -72,10 +72,9 @@ class Generation:
         """So far."""
         return Usage(self._prompt_tokens, self._completion_tokens)
 
-    async def run(self, report: trio.MemorySendChannel[Happening]) -> None:
-        """Generate; the last report is `complete` or a MeshinferError, and no session is left after it."""
+    async def run(self, report: trio.MemorySendChannel[Happening]) -> Happening:
+        """Generate; what is left to be reported then is `complete` or a MeshinferError, and no session is left."""
         deadline = self._settings.request_deadline_seconds
-        last: Happening = "complete"
         try:
             with trio.fail_after(deadline + DEADLINE_GRACE_SECONDS):
                 prepared = await self._prepare()
@@ -84,13 +83,13 @@ class Generation:
                     for index, request in enumerate(prepared.requests):
                         nursery.start_soon(self._run_choice, index, request, prepared, report)
         except trio.TooSlowError:
-            last = DeadlineExceeded(f"no complete answer after {deadline:.0f} s", do="ask for less, or ask again")
+            return DeadlineExceeded(f"no complete answer after {deadline:.0f} s", do="ask for less, or ask again")
         except (MeshinferError, BaseExceptionGroup) as error:
             ours = meshinfer_error_in(error)
             if ours is None:
                 raise
-            last = ours
-        await report.send(last)
+            return ours
+        return "complete"
 
     async def _prepare(self) -> Prepared:
         ask = self.ask

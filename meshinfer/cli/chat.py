@@ -222,7 +222,7 @@ def ask_model(dials: Dials, messages: list[Message], show: Callable[[str], None]
         with http_client(dials.url, dials.api_key) as client, _waiting_shown(dials) as stop_showing:
             body = dials.body(messages)
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
-                for chunk in _chunks(response, dials.url):
+                for chunk in _chunks(response, dials.url, lambda: _tell_of_repair(answer)):
                     text = _take(chunk, answer)
                     if text:
                         stop_showing()
@@ -234,16 +234,28 @@ def ask_model(dials: Dials, messages: list[Message], show: Callable[[str], None]
     return answer
 
 
-def _chunks(response: httpx.Response, url: str) -> Iterator[Any]:
-    """The JSON of each event of a stream; comments, which only say that the agent lives, are passed over."""
+def _tell_of_repair(answer: Answer) -> None:
+    """Why the words stop. On a line of its own: a status line would wipe out the half line of text."""
+    if out.is_terminal and answer.text and not answer.text.endswith("\n"):
+        err.print()
+    err.print("a node was lost on the way; the answer goes on when its place is taken …", style="dim", soft_wrap=True)
+
+
+def _chunks(response: httpx.Response, url: str, on_repair: Callable[[], None]) -> Iterator[Any]:
+    """The JSON of each event of a stream; of the comments, which say that the agent lives, a repair is news."""
     from meshinfer.cli.agent_client import answer_of, error_of
 
     if response.is_error:
         response.read()
         answer_of(response, url)
+    repairing = False
     for line in response.iter_lines():
+        if line.startswith(": repairing") and not repairing:
+            repairing = True  # once, however long it takes
+            on_repair()
         if not line.startswith("data:"):
             continue
+        repairing = False
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return

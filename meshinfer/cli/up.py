@@ -2,12 +2,14 @@
 
 Standard output says once where the agent answers and how others join; after that, the log goes to
 standard error. Ctrl-C, SIGTERM and a terminal that is closed (SIGHUP) leave politely: the agent is
-cancelled, says goodbye to the mesh and ends its runners; a second signal does not wait for that.
+cancelled, says goodbye to the mesh and ends its runners; a second signal does not wait for that. What has not
+ended long after it should have (a fault of ours) is ended, and standard error shows where it hung.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import logging
 import os
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 
 _DIAL = Settings(home=Path())
 """The defaults, said once, in config.py."""
+
+_HARD_END_SECONDS = 90.0
+"""After the wish to leave. Leaving has deadlines of its own: 48 s for answers, seats and the goodbye, 3 s for HTTP, a
+few for runners."""
 
 _IDENTITY, _NETWORK, _API, _MACHINE = "Who this is, who may come in", "Network", "HTTP API", "This machine"
 
@@ -226,6 +232,8 @@ def up(
             trio.run(run)
         except BaseExceptionGroup as group:
             raise (_the_one_to_tell(group) or group) from group
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 async def _cancel_on_signal(scope: trio.CancelScope) -> None:
@@ -239,7 +247,7 @@ async def _cancel_on_signal(scope: trio.CancelScope) -> None:
         async for _ in signals:
             with suppress(OSError):  # a terminal that is closed shows nothing any more
                 err.print("leaving …", style="dim")
-            scope.cancel()
+            _leave(scope)
 
 
 async def _cancel_at_end_of_stdin(scope: trio.CancelScope) -> None:
@@ -249,7 +257,14 @@ async def _cancel_at_end_of_stdin(scope: trio.CancelScope) -> None:
     async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
         while await stdin.receive_some():
             pass
+    _leave(scope)
+
+
+def _leave(scope: trio.CancelScope) -> None:
     scope.cancel()
+    # By a thread of C: it works however much of this process hangs, but it wants a standard error to write to.
+    with suppress(RuntimeError, OSError, ValueError):
+        faulthandler.dump_traceback_later(_HARD_END_SECONDS, exit=True)
 
 
 def _the_one_to_tell(group: BaseExceptionGroup[BaseException]) -> MeshinferError | None:

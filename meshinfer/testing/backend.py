@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import trio
 
@@ -56,7 +57,9 @@ class Script:
     silent_after_tokens: int | None = None
     """After so many tokens nothing comes any more, not even a sign of life."""
     pace: trio.Event | None = None
-    """All tokens after the first wait for this."""
+    """All tokens after the first wait for this, with signs of life until then."""
+    pause: Literal["loading", "repairing"] = "loading"
+    """What those signs say."""
 
 
 class FakeBackend:
@@ -210,7 +213,7 @@ class FakeBackend:
 
     async def _speak(self, request: GenerateRequest, script: Script, events: EventStream) -> None:
         if script.load is not None:
-            await self._wait_with_signs(script.load, events)
+            await self._wait_with_signs(script.load, "loading", events)
         if not self._instances:
             await self.place(Place(request.model_id, request.workload, Constraints()))
         tokens = self._tokens(request, script)
@@ -220,16 +223,18 @@ class FakeBackend:
             if script.fail is not None and script.fail_after_tokens == index:
                 raise script.fail
             if index > 0 and script.pace is not None:
-                await self._wait_with_signs(script.pace, events)
+                await self._wait_with_signs(script.pace, script.pause, events)
             await events.send(self._generated(request, index, token_id))
         if script.fail is not None:
             raise script.fail
         reason = "stop" if len(tokens) <= request.max_new_tokens else "length"
         await events.send(Finished(reason, NODE_IDS))
 
-    async def _wait_with_signs(self, event: trio.Event, events: EventStream) -> None:
+    async def _wait_with_signs(
+        self, event: trio.Event, phase: Literal["loading", "repairing"], events: EventStream
+    ) -> None:
         while not event.is_set():
-            await events.send(Waiting("loading", 0.5))
+            await events.send(Waiting(phase, 0.5))
             with trio.move_on_after(_BUSY_SIGN_SECONDS):
                 await event.wait()
 

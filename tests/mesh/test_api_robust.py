@@ -1,9 +1,11 @@
-"""What a server meets outside: broken bodies, strangers, bugs, a port that is taken, an end in mid-answer."""
+"""What a server meets outside: broken bodies, strangers, bugs, a port that is taken, an end in mid-answer, readers that do not read."""
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import openai
 import pytest
 import trio
 from api_server import ASK, Server, running
+from starlette.types import Message, Receive, Scope, Send
 
-from meshinfer.api.app import listen, make_app, serve
+from meshinfer.api.app import Address, listen, make_app, serve
 from meshinfer.base.errors import BadInput
 from meshinfer.config import Settings
 from meshinfer.serving.requests import GenerateRequest
@@ -167,3 +170,133 @@ async def test_stopping_ends_with_an_open_answer(tmp_path: Path):
         await server.wait_in_thread(ended)
         with trio.fail_after(10):
             await backend.wait_idle()
+
+
+# --- clients that do not read -------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _endless(directory: Path, patience_seconds: float) -> AsyncGenerator[tuple[Served, Address]]:
+    """A server that sends without end to whoever asks, until the block ends."""
+    served = Served()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        await receive()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(served.write, send)
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            nursery.cancel_scope.cancel()
+        served.ended.set()
+
+    listener = listen(Settings(home=directory, api_port=0))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(served.notice_a_full_connection)
+        run = partial(serve, app, listener, patience_seconds=patience_seconds)
+        yield served, await nursery.start(run)
+        nursery.cancel_scope.cancel()
+
+
+class Served:
+    """What became of the one answer."""
+
+    def __init__(self) -> None:
+        self.full, self.ended = trio.Event(), trio.Event()
+        self._writes = 0
+
+    async def write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": bytes(64 * 1024), "more_body": True})
+            self._writes += 1
+
+    async def notice_a_full_connection(self) -> None:
+        """Buffers are full when a while brings no further write: how much they take is the kernel's affair."""
+        while True:
+            before = self._writes
+            await trio.sleep(0.2)
+            if before and self._writes == before:
+                return self.full.set()
+
+
+async def _ask_and_not_read(address: Address) -> trio.SocketStream:
+    client = await trio.open_tcp_stream(address.host, address.port)
+    await client.send_all(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    return client
+
+
+async def test_a_client_that_takes_nothing_is_gone(tmp_path: Path):
+    async with _endless(tmp_path, patience_seconds=0.3) as (served, address), await _ask_and_not_read(address):
+        with trio.fail_after(20):
+            await served.ended.wait()
+
+
+async def test_a_client_that_takes_a_little_stays(tmp_path: Path):
+    async with _endless(tmp_path, patience_seconds=2) as (served, address), await _ask_and_not_read(address) as client:
+        with trio.move_on_after(4):  # twice the patience
+            while True:
+                await client.receive_some(256 * 1024)
+                await trio.sleep(0.05)
+        assert not served.ended.is_set()
+
+
+async def test_the_server_ends_though_a_client_does_not_read(tmp_path: Path):
+    with trio.fail_after(20):
+        async with _endless(tmp_path, patience_seconds=3600) as (served, address):
+            client = await _ask_and_not_read(address)
+            await served.full.wait()
+        await client.aclose()
+
+
+async def test_a_client_that_does_not_read_gives_its_place_back_at_the_deadline(tmp_path: Path):
+    """As the server sees it: its body is not taken. The next client gets the one place that there is."""
+    backend = FakeBackend(tmp_path, script=Script(pace=trio.Event()))
+    settings = Settings(home=tmp_path, request_deadline_seconds=0.1, request_queue_limit=1)
+    app = make_app(backend, settings)
+    stuck = trio.Event()
+
+    async def takes_nothing(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            stuck.set()
+            await trio.sleep_forever()
+
+    taken: list[Message] = []
+
+    async def takes_all(message: Message) -> None:
+        await trio.lowlevel.checkpoint()
+        taken.append(message)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app, *_post({**ASK, "stream": True}), takes_nothing)
+        with trio.fail_after(20):
+            await stuck.wait()
+            await backend.wait_idle()
+            backend.script = Script(answer="hi")
+            await app(*_post(ASK), takes_all)
+        nursery.cancel_scope.cancel()
+    assert taken[0]["status"] == 200
+
+
+def _post(body: dict[str, Any]) -> tuple[Scope, Receive]:
+    """A chat completion as an ASGI server hands it over."""
+    messages: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await trio.sleep_forever()
+        return messages.pop()
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    path = "/v1/chat/completions"
+    scope: Scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": headers,
+    }
+    return scope, receive

@@ -32,6 +32,16 @@ def test_the_answer_is_printed_and_the_figures_stand_apart(agent: ScriptedAgent)
     assert "3 tokens" in result.stderr
 
 
+def test_a_repair_is_told_once_and_stays_out_of_the_answer(agent: ScriptedAgent):
+    pause = ": repairing 0%\n: repairing 0%\n\n"
+    agent.streams(CHAT, delta("Par"), pause, delta("is."), delta(finish="stop"), USAGE)
+
+    result = ask(agent, "What is the capital of France?")
+
+    assert result.stdout == "Paris.\n"
+    assert result.stderr.count("a node was lost") == 1
+
+
 def test_what_the_model_says_is_not_taken_for_markup(agent: ScriptedAgent):
     agent.streams(CHAT, delta("[bold]a[/bold] \\[x]"), delta(finish="stop"), USAGE)
 
