@@ -1,16 +1,18 @@
 """What could be placed, best first, as this node sees the mesh: the planner's plans, and repairs of what is broken.
 
-A node that is in doubt, or whose runner failed again and again, is planned with only if there is no other way; what an
-instance holds counts as free for its own next epoch.
+A node that is in doubt, or whose runner failed again and again, is planned with only if there is no other way, and the
+latter not at once (`failures`); what an instance holds counts as free for its own next epoch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import trio
 
+from meshinfer.base.errors import NoRoom
 from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.planning.hops import cycle_hops
 from meshinfer.planning.model_card import ModelCard
@@ -18,6 +20,7 @@ from meshinfer.planning.plan import Plan, Preview, Refusal
 from meshinfer.planning.planner import plan, validate_placement
 from meshinfer.planning.repair import broken_channels, crosses, repairs
 from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.serving.failures import Failures, Rest
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.view import Instance
 from meshinfer.topology.card import NodeCard
@@ -27,13 +30,6 @@ from meshinfer.wire.messages import Place
 
 WARM_STATES = frozenset({"cut", "linking", "ready"})
 """Of a seat whose layers are in memory."""
-LASTING_ERRORS = frozenset({"corrupt_model", "bad_input"})
-"""Trying again on the same node changes nothing."""
-FAILURES_BEFORE_ELSEWHERE = 2
-"""A runner that crashed once is made again where it was, since its files are there; after the second time it goes
-elsewhere if it can."""
-FAILURES_SECONDS = 120.0
-"""How long a failure counts. A seat that has served for so long starts with a clean record."""
 Candidates = tuple[Sequence[Plan], Sequence[Refusal]]
 
 
@@ -42,18 +38,30 @@ class CandidateSource:
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
-        self._failures: dict[tuple[InstanceId, NodeId], dict[int, float]] = {}
-        """Of runners, as this planner saw them of late: the epochs in which a node's seat failed, and when."""
+        self._failures = Failures()
 
-    def best_first(self, ask: Place, card: ModelCard, old: Instance | None, silent: frozenset[NodeId]) -> Candidates:
-        """Candidates, best first: without `silent` nodes, nor those in doubt if that is possible."""
+    def best_first(
+        self, ask: Place, card: ModelCard, instance_id: InstanceId, old: Instance | None, silent: frozenset[NodeId]
+    ) -> Candidates:
+        """Candidates, best first: without `silent` nodes, nor those in doubt if that is possible.
+
+        Raises:
+            NoRoom: only nodes can take it whose runner failed again and again, the last time a moment ago.
+        """
+        now = trio.current_time()
+        if old is not None:
+            self._failures.learn(old, now)
+        troubled = self._failures.troubled(instance_id)
+        # Who names the nodes has reasons to.
+        rests = self._failures.rests(instance_id, now) if ask.placement is None else ()
         topology = without(silent, with_memory_of(self._ports.topology(), old))
-        doubtful = self._ports.doubtful() | self._troubled(old) | frozenset(ask.out_of_reach)
+        rested = without(frozenset(rest.node_id for rest in rests), topology)
+        doubtful = self._ports.doubtful() | troubled | frozenset(ask.out_of_reach)
         sure = without(doubtful, topology)
         refusals: list[Refusal] = []
         # What serves all but one origin is replaced by what serves that one, too, or not at all.
         is_of_use = old is not None and self._ports.is_usable(old)
-        for among in (sure,) if is_of_use else (sure, topology) if doubtful else (topology,):
+        for among in (sure,) if is_of_use else (sure, rested) if doubtful else (topology,):
             plans, refusals = self._candidates(ask, card, among, old)
             if old is not None and ask.placement is None:
                 lost = [
@@ -67,29 +75,21 @@ class CandidateSource:
                 plans.sort(key=lambda candidate: crosses(candidate.placement, broken))
             if plans:
                 return plans, refusals
+        if rests and not is_of_use and self._candidates(ask, card, topology, old)[0]:
+            raise self._resting(rests)
         return [], refusals
 
-    def _troubled(self, old: Instance | None) -> frozenset[NodeId]:
-        """Nodes whose runner for this instance failed again and again of late: its seat goes elsewhere if it can."""
-        if old is None:
-            return frozenset()
-        now = trio.current_time()
-        for seat, report in zip(old.placement.seats, old.reports, strict=True):
-            if report is not None and report.state == "failed":
-                epochs = self._failures.setdefault((old.instance_id, seat.node_id), {})
-                epochs.setdefault(old.epoch, now)
-                if report.error_code in LASTING_ERRORS:
-                    epochs.setdefault(-1, now)  # once is enough
-        for key, epochs in list(self._failures.items()):
-            recent = {epoch: at for epoch, at in epochs.items() if now - at < FAILURES_SECONDS}
-            if recent:
-                self._failures[key] = recent
-            else:
-                del self._failures[key]
-        return frozenset(
-            node
-            for (instance_id, node), epochs in self._failures.items()
-            if instance_id == old.instance_id and len(epochs) >= FAILURES_BEFORE_ELSEWHERE
+    def _resting(self, rests: Sequence[Rest]) -> NoRoom:
+        """There is room, on nodes that are not to be tried yet."""
+        names = self._ports.topology().by_id
+        each = "; ".join(
+            f"its runner failed {rest.failures} times on {names[rest.node_id].name}, and nobody else can take that seat"
+            f"{f' ({rest.error})' if rest.error else ''}"
+            for rest in rests
+            if rest.node_id in names
+        )
+        return NoRoom(
+            each[:1500], do=f"next try in {max(1, math.ceil(rests[0].seconds))} s; look at `meshinfer status`"
         )
 
     def _candidates(

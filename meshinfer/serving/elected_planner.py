@@ -180,7 +180,7 @@ class ElectedPlanner:
     async def _plan_and_make(self, ask: Place, instance_id: InstanceId, epoch: int, old: Instance | None) -> Placed:
         info = await self._ports.model_cards.get(ask.model_id)
         return await self._make(
-            instance_id, epoch, lambda silent: self._candidates.best_first(ask, info.card, old, silent)
+            instance_id, epoch, lambda silent: self._candidates.best_first(ask, info.card, instance_id, old, silent)
         )
 
     async def _make(

@@ -31,9 +31,9 @@ from meshinfer.base.errors import (
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.acquaintance import STRANGER_SECONDS
-from meshinfer.serving.candidates import LASTING_ERRORS
 from meshinfer.serving.elected_planner import ANNOUNCE_SECONDS, ElectedPlanner
 from meshinfer.serving.election import elect
+from meshinfer.serving.failures import LASTING_ERRORS
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Waiting
 from meshinfer.serving.view import Instance
@@ -51,6 +51,8 @@ PLACING_TRIES = 3
 """How often one request asks for its model to be placed before its last failure is the answer."""
 REPAIR_SECONDS = 10.0
 """Between two repairs of one instance that no request asked for: a node that comes and goes does not make it flap."""
+REPAIRS_AT_ONCE = 8
+"""Of different instances: one that waits for a silent node's three seconds, and again for the next, holds up no other."""
 HAND_OVER_SECONDS = 20.0
 """For the seats of a node that leaves to be loaded elsewhere. Longer, and the person at the keyboard pulls the plug."""
 
@@ -61,20 +63,26 @@ class Placer:
     def __init__(self, ports: Ports, planner: ElectedPlanner) -> None:
         self._ports = ports
         self._planner = planner
+        self._repairs = trio.CapacityLimiter(REPAIRS_AT_ONCE)
+        self._repairing: set[InstanceId] = set()
+        """One task each."""
 
     async def run(self) -> None:
         """Repair what broke, also when nobody asks for it: the planner that is elected for the model sees to it."""
         watch = self._ports.watch()
         not_before: dict[InstanceId, float] = {}
-        while True:
-            now = trio.current_time()
-            not_before = {key: at for key, at in not_before.items() if at > now}
-            for instance in self._ports.instances():
-                if self._should_repair(instance) and instance.instance_id not in not_before:
-                    not_before[instance.instance_id] = now + REPAIR_SECONDS
-                    await self._repair(instance)
-            with trio.move_on_at(min((*not_before.values(), self._ports.acquaintance.next_wakeup(now)))):
-                await watch.changed()
+        async with trio.open_nursery() as repairs:
+            while True:
+                now = trio.current_time()
+                not_before = {key: at for key, at in not_before.items() if at > now}
+                for instance in self._ports.instances():
+                    if self._should_repair(instance) and instance.instance_id not in not_before:
+                        not_before[instance.instance_id] = now + REPAIR_SECONDS
+                        if instance.instance_id not in self._repairing:
+                            self._repairing.add(instance.instance_id)
+                            repairs.start_soon(self._repair, instance)
+                with trio.move_on_at(min((*not_before.values(), self._ports.acquaintance.next_wakeup(now)))):
+                    await watch.changed()
 
     def _should_repair(self, instance: Instance) -> bool:
         elected = elect(instance.placement.model_id, self._ports.topology().by_id)[:1]
@@ -82,10 +90,13 @@ class Placer:
 
     async def _repair(self, instance: Instance) -> None:
         try:
-            await self._planner.repair(instance)
+            async with self._repairs:
+                await self._planner.repair(instance)
         except MeshinferError as error:
             model_id = instance.placement.model_id
             log.warning("instance %s (%s) is not repaired: %s", instance.instance_id, model_id, error)
+        finally:
+            self._repairing.discard(instance.instance_id)
 
     async def hand_over(self, instance: Instance) -> bool:
         """This node is about to leave: give its seats of `instance` to others. False if that cannot be, or is not wanted.

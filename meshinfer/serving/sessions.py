@@ -20,7 +20,15 @@ from typing import Literal
 
 import trio
 
-from meshinfer.base.errors import ERRORS_BY_CODE, BadInput, DeadlineExceeded, MeshinferError, NoRoom, PeerLost
+from meshinfer.base.errors import (
+    ERRORS_BY_CODE,
+    BadInput,
+    DeadlineExceeded,
+    MeshinferError,
+    NoRoom,
+    PeerLost,
+    UnknownModel,
+)
 from meshinfer.base.ids import NodeId, SessionId
 from meshinfer.serving.events import EventStream
 from meshinfer.serving.origin_links import OriginLink, OriginLinks
@@ -183,7 +191,7 @@ class Sessions:
             emitted = len(token_log.emitted)
             try:
                 return await self._attempt(request, token_log, events, avoid, resumed=resumed)
-            except NoRoom as error:
+            except (NoRoom, UnknownModel) as error:  # the only node with the files may be the one that was lost
                 now = trio.current_time()
                 room_until = min(room_until, now + NO_ROOM_SECONDS)
                 if not resumed or now >= room_until:

@@ -260,6 +260,8 @@ class FakeRunner:
         self._outbox_send, self._outbox = trio.open_memory_channel[RunnerMessage](1024)
         self._nursery: trio.Nursery | None = None
         self._tokens = 0
+        self._usual_seconds = 0.0
+        """Of a token's step; 0 before the first."""
         self._broken = False
         self._hangs_since: float | None = None
         self._is_frozen = False
@@ -405,7 +407,8 @@ class FakeRunner:
             await self._fabric.moves(self.node_id)
             busy = shared_time() - self._hangs_since if self._hangs_since is not None else 0.0
             if not self._is_frozen:
-                self._say(Heartbeat(self._tokens, busy, len(self.sessions), 0, 1000, 0, 1000, 0.01, self._tokens))
+                counts = (self._tokens, busy, len(self.sessions), 0, 1000, 0, 1000, self._usual_seconds, self._tokens)
+                self._say(Heartbeat(*counts))
 
     def take_channel(self, channel: FakeChannel) -> None:
         """An origin has dialled."""
@@ -494,6 +497,7 @@ class FakeRunner:
         seat = self._seat
         if self.dead or self._broken or seat is None or seat.epoch != step.epoch:
             return None
+        self._usual_seconds = 0.01 if step.tokens == 1 else self._usual_seconds
         self._fabric.witness(step)
         return self if step.seat_index == len(seat.placement.seats) - 1 else self._neighbours.get("activations")
 
