@@ -18,7 +18,7 @@ from typing import Literal
 import trio
 
 import meshinfer
-from meshinfer.api.app import listen, make_app, serve
+from meshinfer.api.app import Address, listen, make_app, serve
 from meshinfer.api.guard import is_loopback
 from meshinfer.api.serving_backend import ServingBackend
 from meshinfer.base.errors import NoRoom
@@ -84,7 +84,9 @@ class Started:
 
 
 async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -> None:
-    """Run this node until cancelled; then say goodbye to the mesh and end every runner.
+    """Run this node until cancelled; then leave politely, within a minute, and end every runner.
+
+    Leaving is not cancelled by what ends it: who cannot wait ends the process.
 
     Raises:
         BadInput: the home is in use, a port is in use, a key or identity file is damaged.
@@ -114,20 +116,7 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
         mesh = Mesh(transport, own_card, mesh_settings, random.Random(), probes=probes)  # noqa: S311 - spreads retries
         serving, backend, speed_probe = _make_serving(settings, transport, mesh, own_card, store)
 
-        async with trio.open_nursery() as nursery:
-            await nursery.start(transport.run, name="transport")
-            await nursery.start(mesh.run, name="mesh")
-            nursery.start_soon(serving.run, name="serving")
-            nursery.start_soon(_look_around, own_card, store, name="look around")
-            nursery.start_soon(keep_renewed, store, name="older models")
-            nursery.start_soon(speed_probe.run, name="speed probe")
-            api = await nursery.start(serve, make_app(backend, settings), listener, name="http")
-            # "Every interface" is nothing to call: one of its addresses is.
-            for host in dialable_hosts((api.host,), include_loopback=False)[:1]:
-                api = replace(api, host=host)
-            own_card.update(api_url="" if is_loopback(api.host) else api.url)
-            note_api(settings.home, api.url)
-            await trio.to_thread.run_sync(remember, settings.home, membership)
+        def show(api: Address) -> None:
             on_started(
                 Started(
                     node_id=transport.node_id,
@@ -142,16 +131,53 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
                     models=tuple(model.model_id for model in store.held()),
                 )
             )
-            try:
-                await trio.sleep_forever()
-            finally:
-                with trio.CancelScope(shield=True):
-                    try:
-                        with trio.move_on_after(LEAVE_SECONDS):
-                            await serving.leave(f"node {name} left")
-                    finally:  # without it the others wait for this node until they take it for dead
-                        with trio.move_on_after(GOODBYE_SECONDS):
-                            await mesh.leave()
+
+        async with trio.open_nursery() as asking:
+            asked = trio.Event()
+            asking.start_soon(_tell_of_cancelling, asked, name="asked to leave")
+            async with trio.open_nursery() as nursery:
+                await nursery.start(transport.run, name="transport")
+                await nursery.start(mesh.run, name="mesh")
+                nursery.start_soon(serving.run, name="serving")
+                nursery.start_soon(_look_around, own_card, store, name="look around")
+                nursery.start_soon(keep_renewed, store, name="older models")
+                nursery.start_soon(speed_probe.run, name="speed probe")
+                async with trio.open_nursery() as front:
+                    close = trio.Event()
+                    door = partial(serve, make_app(backend, settings), listener, stop=close)
+                    api = await front.start(door, name="http")
+                    # "Every interface" is nothing to call: one of its addresses is.
+                    for host in dialable_hosts((api.host,), include_loopback=False)[:1]:
+                        api = replace(api, host=host)
+                    own_card.update(api_url="" if is_loopback(api.host) else api.url)
+                    note_api(settings.home, api.url)
+                    await trio.to_thread.run_sync(remember, settings.home, membership)
+                    show(api)
+                    # Until here cancelling ends it at once. From here on it is a wish: answers end, seats are handed
+                    # over and the goodbye is said by services that still run.
+                    nursery.cancel_scope.shield = True
+                    await asked.wait()
+                    await _leave(serving, mesh, name)
+                    close.set()  # the last answers' last bytes are still on their way
+                nursery.cancel_scope.cancel()
+            asking.cancel_scope.cancel()
+
+
+async def _leave(serving: Serving, mesh: Mesh, name: str) -> None:
+    try:
+        with trio.move_on_after(LEAVE_SECONDS):
+            await serving.leave(f"node {name} left")
+    finally:  # without it the others wait for this node until they take it for dead
+        with trio.move_on_after(GOODBYE_SECONDS):
+            await mesh.leave()
+
+
+async def _tell_of_cancelling(asked: trio.Event) -> None:
+    """Cancelling this task is how the agent is asked to leave."""
+    try:
+        await trio.sleep_forever()
+    finally:
+        asked.set()
 
 
 def _make_serving(
@@ -180,6 +206,7 @@ def _make_serving(
         blame=mesh.blame,
         watch=mesh.changes,
         announce=announce,
+        drain=partial(own_card.update, draining=True),
         model_cards=cards,
         model_path=files.path,
         start_runner=RunnerProcess.start,

@@ -155,7 +155,7 @@ def validate_placement(
     if absent:
         return refuse("nodes", explain.not_alive(topology, absent))
     nodes = [topology.by_id[node_id] for node_id in placement.node_ids]
-    leaving = [node for node in nodes if node.leaving]
+    leaving = [node for node in nodes if node.takes_nothing]
     if leaving:
         return refuse("nodes", explain.are_leaving(topology, leaving))
     without = [node for node in nodes if not holds(node, card)]
@@ -275,8 +275,8 @@ def _eligible(
         for node in topology.nodes
         if (not constraints.nodes or node.node_id in constraints.nodes) and node.node_id not in constraints.exclude
     ]
-    leaving = [node for node in allowed if node.leaving]
-    staying = [node for node in allowed if not node.leaving]
+    leaving = [node for node in allowed if node.takes_nothing]
+    staying = [node for node in allowed if not node.takes_nothing]
     without = [node for node in staying if not may_fetch and not holds(node, card)]
     if without:
         text = explain.without_files(topology, card, without)

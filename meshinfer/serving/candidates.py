@@ -64,10 +64,11 @@ class CandidateSource:
         for among in (sure,) if is_of_use else (sure, rested) if doubtful else (topology,):
             plans, refusals = self._candidates(ask, card, among, old)
             if old is not None and ask.placement is None:
+                here = among.by_id.keys() & self._ports.staying()
                 lost = [
                     index
                     for index, (seat, report) in enumerate(zip(old.placement.seats, old.reports, strict=True))
-                    if report is None or report.state not in WARM_STATES or seat.node_id not in among.by_id
+                    if report is None or report.state not in WARM_STATES or seat.node_id not in here
                 ]
                 chunk = self._ports.settings.prefill_chunk_tokens
                 plans = [*repairs(old.placement, lost, among, card, prefill_chunk_tokens=chunk), *plans]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import trio
 
-from meshinfer.base.errors import NoRoom, Refused
+from meshinfer.base.errors import NoRoom, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
 from meshinfer.planning.plan import Plan, Preview
 from meshinfer.planning.repair import repairs
@@ -30,7 +30,7 @@ from meshinfer.serving.candidates import Candidates, CandidateSource, answers, w
 from meshinfer.serving.election import elect
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.seat_calls import SeatCalls, Tried
-from meshinfer.serving.seat_service import SeatService
+from meshinfer.serving.seat_service import LEAVING, SeatService
 from meshinfer.serving.view import Instance
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import (
@@ -138,7 +138,9 @@ class ElectedPlanner:
     async def give_away(self, instance: Instance, leaving: NodeId) -> Placed:
         """Give the seats that `leaving` has of `instance` to others. Raises NoRoom if nobody can take them."""
         info = await self._ports.model_cards.get(instance.placement.model_id)
-        theirs = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id == leaving]
+        staying = self._ports.staying() - {leaving}
+        # Of others that leave at the same time, too.
+        theirs = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id not in staying]
         chunk = self._ports.settings.prefill_chunk_tokens
         workload = Workload(instance.placement.context_tokens, instance.placement.concurrency)
 
@@ -159,7 +161,7 @@ class ElectedPlanner:
         holders = set(instance.placement.node_ids)
         live = self._ports.topology().by_id.keys()
         near = live & {self._ports.node_id, *self._ports.transport.peers()}
-        repairer = elect(instance.placement.model_id, live)[:1]
+        repairer = elect(instance.placement.model_id, self._ports.staying())[:1]
         freed, unconfirmed = await self._calls.tell_all(holders.union(near, repairer), DELETE, deletion)
         self._just_placed.pop(instance.instance_id, None)
         return {node: size for node, size in freed.items() if size or node in holders}, tuple(
@@ -287,6 +289,8 @@ class ElectedPlanner:
 
     async def _on_place(self, peer: NodeId, payload: bytes) -> bytes:
         del peer
+        if self._ports.is_draining:  # whoever asks takes the next in order, as if this one were gone
+            raise PeerLost(LEAVING, do="ask another node to plan")
         return encode(await self.place(decode(Place, payload)))
 
     def _remember(self, placed: Placed, begun_epoch: int) -> None:

@@ -85,7 +85,7 @@ class Placer:
                     await watch.changed()
 
     def _should_repair(self, instance: Instance) -> bool:
-        elected = elect(instance.placement.model_id, self._ports.topology().by_id)[:1]
+        elected = elect(instance.placement.model_id, self._ports.staying())[:1]
         return instance.state == "broken" and elected == (self._ports.node_id,)
 
     async def _repair(self, instance: Instance) -> None:
@@ -163,7 +163,7 @@ class Placer:
 
     async def place(self, ask: Place) -> Placed:
         """Have the elected planner place it; the next in order where one does not answer."""
-        order = elect(ask.model_id, self._within_reach())
+        order = elect(ask.model_id, self._within_reach() & self._ports.staying())
         for planner in order:
             if planner == self._ports.node_id:
                 # In its turn and no later: whoever comes after it would ask it, and two would plan at once.

@@ -63,6 +63,8 @@ class Ports:
     """A watch on the topology, up to date at the call."""
     announce: Callable[[tuple[SeatReport, ...], tuple[Placement, ...], int], None]
     """Put these seats, their placements and the promised bytes on this node's card."""
+    drain: Callable[[], object]
+    """Say on this node's card that it takes nothing new from now on."""
     model_cards: ModelCards
     model_path: Callable[[ModelId, Callable[[int, int], None]], Awaitable[Path]]
     """Where the model's files lie, sizes checked; fetched from a peer first if they are not here, which calls
@@ -92,6 +94,15 @@ class Ports:
 
     def own_card(self) -> NodeCard:
         return self.topology().by_id[self.node_id]
+
+    @property
+    def is_draining(self) -> bool:
+        """This node is about to leave and takes nothing new. Its card says so, to itself as to all others."""
+        return self.own_card().draining
+
+    def staying(self) -> frozenset[NodeId]:
+        """Live members that do not drain: those who plan."""
+        return frozenset(card.node_id for card in self.topology().nodes if not card.takes_nothing)
 
     def instances(self) -> tuple[Instance, ...]:
         topology = self.topology()

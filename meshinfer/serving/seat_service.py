@@ -73,6 +73,7 @@ LISTEN_WAIT_SECONDS = 2.0
 """How long an offer waits for the runner to listen (its imports take 1 to 2 s) before it says 'not yet'."""
 REPORT_SECONDS = 2.0
 """How often counters that move all the time (sessions, resident bytes) reach the card."""
+LEAVING = "this node is about to leave"
 PROGRESS_SECONDS = 1.0
 """Between two announcements for the sake of a load's progress alone. A node may announce six times at once, then twice
 a second: a load of 0.3 s that tells each tenth of it has `ready` wait for half a second."""
@@ -149,7 +150,13 @@ class SeatService:
     # --- for planners: over the network or from this node's own ----------------------------------
 
     async def lease(self, lease: Lease, planner: NodeId) -> LeaseAnswer:
-        """Promise memory for a seat to `planner`, by this node's own numbers."""
+        """Promise memory for a seat to `planner`, by this node's own numbers.
+
+        Raises:
+            PeerLost: this node is about to leave: to whoever plans it is gone already.
+        """
+        if self._ports.is_draining:
+            raise PeerLost(LEAVING, do="use another node")
         key = SeatKey(lease.instance_id, lease.epoch, lease.seat_index)
         self._ledger.bound(self._ports.own_card().memory_usable_bytes)
         try:

@@ -33,7 +33,8 @@ class Serving(NamedTuple):
         return cls(ports, seats, planner, placer, links, Sessions(ports, placer, links))
 
     async def leave(self, reason: str) -> None:
-        """Let the requests of this node's own clients end, give its seats to others, free what is left."""
+        """Take nothing new, let the requests of this node's own clients end, give its seats to others, free the rest."""
+        self.ports.drain()
         try:
             await self.sessions.drain()
             for instance in self.ports.instances():

@@ -97,7 +97,6 @@ class Sessions:
         self._running: dict[SessionId, trio.CancelScope] = {}
         """All and only requests in flight, each with what ends it."""
         self._nursery: trio.Nursery | None = None
-        self._draining = False
 
     async def run(self) -> None:
         """Own the tasks of all requests until cancelled."""
@@ -109,6 +108,8 @@ class Sessions:
         """Whether a request would get as far as its instance: the tasks that carry it run; and why not."""
         if self._nursery is None:
             return False, "the node is starting"
+        if self._ports.is_draining:
+            return False, "the node is about to leave"
         answered = trio.Event()
         self._nursery.start_soon(_touch, answered)
         with trio.move_on_after(READY_SECONDS):
@@ -117,8 +118,7 @@ class Sessions:
         return False, f"the request tasks did not answer within {READY_SECONDS:.0f} s"
 
     async def drain(self) -> None:
-        """Take no more requests, and wait a while for those in flight."""
-        self._draining = True
+        """Wait a while for the requests in flight; a node that drains takes no more."""
         with trio.move_on_after(DRAIN_SECONDS):
             while self._running:  # noqa: ASYNC110 - each ends in its own place; a tenth of a second is soon enough
                 await trio.sleep(0.1)
@@ -144,7 +144,7 @@ class Sessions:
         limit = self._ports.settings.request_queue_limit
         if len(self._running) >= limit:
             raise NoRoom(f"this node has {limit} requests in flight", do="try again in a moment, or ask another node")
-        if self._nursery is None or self._draining:
+        if self._nursery is None or self._ports.is_draining:
             raise NoRoom("this node is starting or about to leave", do="ask another node")
         events, scope, done = EventStream(EVENT_BUFFER), trio.CancelScope(), trio.Event()
         self._running[request.session_id] = scope

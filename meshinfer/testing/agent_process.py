@@ -27,7 +27,8 @@ import psutil
 from meshinfer.base.ids import NodeId
 
 START_SECONDS = 90.0
-STOP_SECONDS = 20.0
+STOP_SECONDS = 60.0
+"""An agent may first let its clients' answers end, and others load its seats."""
 LOG_CHARACTERS = 3000
 """Of an agent's last words, in errors."""
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -277,6 +278,7 @@ class Cluster:
             blame=mesh.blame,
             watch=mesh.changes,
             announce=announce,
+            drain=partial(own_card.update, draining=True),
             model_cards=ModelCards(transport, mesh.call, mesh.topology, local, settings.call_timeout_seconds),
             model_path=model_path,
             start_runner=self.fabric.start_runner(transport.node_id),

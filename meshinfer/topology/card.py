@@ -107,12 +107,20 @@ class NodeCard:
     placements: Annotated[tuple[Placement, ...], sized(0, 64)] = ()
     """The placements that `seats` belong to, whole, so that one card explains itself."""
     leaving: bool = False
+    """It is gone as far as the others are concerned: its last word."""
     speeds: Annotated[tuple[KindSpeed, ...], sized(0, 16)] = ()
     """Measured on this machine with its own engine; empty until it is."""
     coordinate: Coordinate | None = None
     """Where it is, for pairs that are not measured; None in a mesh so small that all are."""
     warning: Annotated[str, sized(0, 256)] = ""
     """What a person must see to on this node, in words; empty if nothing."""
+    draining: bool = False
+    """It is about to leave: it works for what it has, gives its seats to others, and takes nothing new."""
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Nothing is to be planned on it, or asked of it as a planner."""
+        return self.leaving or self.draining
 
     @property
     def order(self) -> tuple[int, int]:

@@ -100,7 +100,7 @@ class Topology:
                     card.memory_promised_bytes,
                     card.runner_overhead_bytes,
                     card.computes_float32,
-                    card.leaving,
+                    card.takes_nothing,
                     tuple((model.model_id, model.digest) for model in card.models),
                     tuple((seat.instance_id, seat.epoch, seat.seat_index, seat.state) for seat in card.seats),
                     tuple((each.kind, *map(quantise, astuple(each.speed))) for each in card.speeds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -146,18 +147,31 @@ def test_a_killed_runner_is_made_again_and_nothing_else_is_touched(
     assert after["seats"][0]["node_id"] == before["seats"][0]["node_id"]
 
 
-def test_a_node_that_leaves_politely_hands_its_seats_over(mesh: Room, story: str) -> None:
+def test_a_node_that_leaves_politely_ends_its_answers_and_hands_its_seats_over(mesh: Room, story: str) -> None:
     ask(mesh.url("alpha"), FRANCE, 1)
-    holders = [mesh.names_by_id()[seat["node_id"]] for seat in instances(mesh.url("alpha"))[0]["seats"]]
-    leaving = holders[-1]
+    before = instances(mesh.url("alpha"))[0]
+    leaving = mesh.names_by_id()[before["seats"][-1]["node_id"]]
     rest = [name for name in NAMES if name != leaving]
+    own = Asking(mesh.url(leaving))
+    assert own.started.wait(120)
     asking = Asking(mesh.url(rest[0]))
-    assert asking.started.wait(120)
-    runners = mesh.agents[leaving].runners()
-    left = meshinfer("leave", home=mesh.agents[leaving].home)
+    agent, runners = mesh.agents[leaving], mesh.agents[leaving].runners()
+    # What its neighbours see while it still is there.
+    epochs: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        leave = pool.submit(meshinfer, "leave", home=agent.home)
+        while agent.is_alive and not leave.done():
+            epochs += [instance["epoch"] for instance in instances(mesh.url(rest[0]))]
+    left = leave.result()
     assert left.returncode == 0, left.stderr
-    assert mesh.agents[leaving].process.wait(60) == 0
+    assert agent.process.wait(60) == 0
+    assert own.answer() == story
+    assert asking.answer() == story
+    assert max(epochs) > before["epoch"], "others had its seats before it went"
     wait_until(lambda: not any(lives(runner) for runner in runners), 10, "its runners are gone")
     wait_until(lambda: all(mesh.sees(name) == set(rest) for name in rest), 10, "the others know")
-    assert asking.answer() == story
+    for name in rest:
+        news = [line for line in mesh.agents[name].log().splitlines() if f" {leaving} " in line]
+        assert any("has left" in line for line in news), news
+        assert not any("is lost" in line for line in news[-3:]), news
     assert get(mesh.url(rest[0]), "/readyz")

@@ -105,6 +105,7 @@ async def test_candidates_over_links_that_are_only_estimated_have_them_measured(
         blame=no,
         watch=no,
         announce=no,
+        drain=no,
         model_cards=ModelCards(transport, no, lambda: topology, lambda _: ModelInfo(model.card, ()), 1.0),
         model_path=no,
         start_runner=no,

@@ -1,0 +1,100 @@
+"""A node leaves politely: its own clients get their answers whole, and from the start it takes nothing new.
+
+Whole agents, exact engine, virtual time. What the process around them does with signals is end-to-end's.
+"""
+
+import random
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from meshinfer.base.errors import NoRoom, PeerLost
+from meshinfer.planning.workload import Constraints
+from meshinfer.serving.election import elect
+from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
+from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
+from meshinfer.testing.engine import exact_answer
+from meshinfer.wire.codec import encode
+from meshinfer.wire.messages import LEASE, PLACE, Lease, Place
+
+TOKENS = 100
+"""Of the leaving node's own client: some seconds."""
+
+
+@asynccontextmanager
+async def leaving(cluster: Cluster, leaver: SimNode, holders: Sequence[SimNode]) -> AsyncGenerator[SimNode]:
+    """A node that drains, since a client of its own is in the middle of an answer; that ends whole, and the node has left."""
+    others = [node for node in cluster.nodes if node is not leaver]
+    begun, answers = trio.Event(), list[tuple[int, ...]]()
+    only = Constraints(nodes=tuple(node.node_id for node in holders))
+    placed = await leaver.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+    assert set(placed.placement.node_ids) == set(only.nodes)
+
+    async def own_client() -> None:
+        request = cluster.request((5,), TOKENS)
+        answers.append(await cluster.ask(leaver, request, lambda _: begun.set()))
+
+    async def leave() -> None:
+        await leaver.serving.leave("node left")
+        await leaver.mesh.leave()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(own_client)
+        await begun.wait()
+        nursery.start_soon(leave)
+        await cluster.until(lambda: all(leaver.node_id not in node.serving.ports.staying() for node in cluster.nodes))
+        assert all(leaver.node_id in node.sees() for node in others), "it is still here, and works"
+        yield leaver
+        assert not answers, "what was to be seen while it drains was seen then"
+    assert answers == [exact_answer((5,), 7, TOKENS)]
+    await cluster.until(lambda: all(leaver.node_id not in node.sees() for node in cluster.live() if node is not leaver))
+    assert cluster.fabric.runners_of(leaver.node_id) == []
+
+
+def cluster_of_five() -> Cluster:
+    return Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SPEED)
+
+
+async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: trio.testing.MockClock) -> None:
+    async with cluster_of_five().running(5) as cluster:
+        other = cluster.nodes[0]
+        async with leaving(cluster, cluster.nodes[3], cluster.nodes[:3]) as leaver:
+            assert (await leaver.serving.sessions.ready())[0] is False
+            with pytest.raises(NoRoom, match="about to leave"):
+                await cluster.ask(leaver, cluster.request((1,), 2))
+            place = Place(cluster.model.model_id, WORKLOAD, Constraints(nodes=(leaver.node_id,)))
+            with pytest.raises(NoRoom, match="leaving the mesh"):
+                await other.serving.placer.place(place)
+            # Who has not heard of it yet is told by itself.
+            with pytest.raises(PeerLost, match="about to leave"):
+                await other.serving.ports.call(leaver.node_id, PLACE, encode(place), 5.0)
+            (instance,) = other.instances()
+            lease = Lease(instance.instance_id, 9, instance.placement, 0, 1)
+            with pytest.raises(PeerLost, match="about to leave"):
+                await other.serving.ports.call(leaver.node_id, LEASE, encode(lease), 5.0)
+
+
+async def test_it_plans_for_nobody_though_it_is_first_in_order(autojump_clock: trio.testing.MockClock) -> None:
+    async with cluster_of_five().running(5) as cluster:
+        ids = [node.node_id for node in cluster.nodes]
+        first = ids.index(elect(cluster.model.model_id, ids)[0])
+        victim, *others = [node for node in cluster.nodes if node is not cluster.nodes[first]]
+        async with leaving(cluster, cluster.nodes[first], [victim, *others[:2]]):
+            cluster.kill(victim)
+            await cluster.until(lambda: is_whole_again(others[-1]))
+
+
+async def test_a_repair_meanwhile_takes_its_seat_away_and_gives_it_none(autojump_clock: trio.testing.MockClock) -> None:
+    async with cluster_of_five().running(6) as cluster:
+        origin, leaver, victim, *_ = cluster.nodes
+        async with leaving(cluster, leaver, [origin, leaver, victim]):
+            cluster.kill(victim)
+            await cluster.until(lambda: is_whole_again(origin))
+            assert leaver.node_id not in origin.instances()[0].placement.node_ids
+
+
+def is_whole_again(node: SimNode) -> bool:
+    """As that node sees it, the instance is ready in a later epoch."""
+    return [(instance.state, instance.epoch > 1) for instance in node.instances()] == [("ready", True)]
