@@ -15,7 +15,7 @@ A placing that finds its instance deleted ends there, whatever it has reached: i
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -26,12 +26,12 @@ from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
 from meshinfer.planning.plan import Plan, Preview
 from meshinfer.planning.repair import repairs
 from meshinfer.planning.workload import Constraints, Workload
-from meshinfer.serving.candidates import Candidates, CandidateSource, answers, with_memory_of, without
+from meshinfer.serving.candidates import WARM_STATES, Candidates, CandidateSource, answers, with_memory_of, without
 from meshinfer.serving.election import elect
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.seat_calls import SeatCalls, Tried
 from meshinfer.serving.seat_service import LEAVING, SeatService
-from meshinfer.serving.view import Instance
+from meshinfer.serving.view import AHEAD, Instance, report_of
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import (
     DELETE,
@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 PLANNINGS = 4
 """How often one placing is planned, each time without the nodes that did not answer the last time. Two lids that close
 at once take two; where it takes more, what this node sees is too old to plan with."""
+LOAD_AHEAD_SECONDS = 15.0
+"""How long the old epoch goes on for the sake of its clients while the seats of one that leaves are loaded elsewhere. What
+takes longer is loaded within the new epoch, with a pause."""
 EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 ANNOUNCE_SECONDS = 5.0
@@ -138,18 +141,18 @@ class ElectedPlanner:
     async def give_away(self, instance: Instance, leaving: NodeId) -> Placed:
         """Give the seats that `leaving` has of `instance` to others. Raises NoRoom if nobody can take them."""
         info = await self._ports.model_cards.get(instance.placement.model_id)
-        staying = self._ports.staying() - {leaving}
-        # Of others that leave at the same time, too.
-        theirs = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id not in staying]
         chunk = self._ports.settings.prefill_chunk_tokens
         workload = Workload(instance.placement.context_tokens, instance.placement.concurrency)
 
         def candidates(silent: frozenset[NodeId]) -> Candidates:
+            staying = self._ports.staying() - {leaving}
+            # Of others that leave at the same time, too.
+            theirs = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id not in staying]
             others = without(silent | {leaving}, with_memory_of(self._ports.topology(), instance))
             plans = repairs(instance.placement, theirs, others, info.card, prefill_chunk_tokens=chunk)
             return [*plans, *self._candidates.preview(others, info.card, workload, Constraints()).plans], []
 
-        return await self._make(instance.instance_id, instance.epoch + 1, candidates)
+        return await self._make(instance.instance_id, instance.epoch + 1, candidates, going_on=instance)
 
     async def delete(self, instance: Instance) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
         """Free it on every node: bytes freed by each that held some, and which of its nodes did not confirm.
@@ -186,13 +189,17 @@ class ElectedPlanner:
         )
 
     async def _make(
-        self, instance_id: InstanceId, epoch: int, candidates: Callable[[frozenset[NodeId]], Candidates]
+        self,
+        instance_id: InstanceId,
+        epoch: int,
+        candidates: Callable[[frozenset[NodeId]], Candidates],
+        going_on: Instance | None = None,
     ) -> Placed:
         """Lease and commit the first candidate that all its nodes agree to.
 
         A node that does not answer is no node to plan with, though it may still be in the view: everything is planned
         again without it. To go on with the next candidate instead would cost the seats that are warm: it may place
-        other layers on the nodes that live.
+        other layers on the nodes that live. While `going_on` serves, what is new is loaded ahead, beside it.
 
         Raises:
             NoRoom: there is no candidate, or none could be leased; with every reason.
@@ -212,7 +219,9 @@ class ElectedPlanner:
                     do="`meshinfer plan` shows every candidate with its numbers",
                 )
             for candidate in plans:
-                tried = await self._try(instance_id, epoch, candidate, begun_epoch)
+                tried = await self._load_ahead(going_on, epoch, candidate) if going_on else Tried("", epoch)
+                if not tried.why:
+                    tried = await self._try(instance_id, epoch, candidate, begun_epoch)
                 if tried.why == "":
                     placed = Placed(instance_id, tried.epoch, candidate.placement, tuple(refusals[:64]))
                     self._remember(placed, begun_epoch)
@@ -226,6 +235,54 @@ class ElectedPlanner:
             else:
                 break
         raise error(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
+
+    async def _load_ahead(self, old: Instance, epoch: int, candidate: Plan) -> Tried:
+        """Have the seats loaded that `candidate` has beyond `old`, while `old` goes on.
+
+        Nothing is done where the nodes of `old` would have to load, too: they have memory for one of the two only.
+
+        Raises:
+            Refused: `old` did not go on. What was loaded so far lies ready for whoever repairs it.
+        """
+        placement = candidate.placement
+        seats = [index for index, seat in enumerate(placement.seats) if seat not in old.placement.seats]
+        nodes = {placement.seats[index].node_id for index in seats}
+        if not nodes.isdisjoint(old.placement.node_ids):
+            return Tried("", epoch)
+        placed = Placed(old.instance_id, AHEAD, placement)
+        _, tried = await self._calls.lease_all(old.instance_id, AHEAD, candidate, epoch, seats)
+        if not tried.why:
+            tried = await self._calls.commit_all(placed, nodes)
+        if not tried.why:
+            with trio.move_on_after(LOAD_AHEAD_SECONDS):
+                tried = await self._loaded_ahead(old, placed, seats)
+        if tried.why:
+            ref = SeatRef(old.instance_id, AHEAD, placement.placement_id, "its loading failed")
+            await self._calls.tell_all(nodes - tried.unheard, RELEASE, ref)
+        return replace(tried, epoch=epoch, is_committed=False)
+
+    async def _loaded_ahead(self, old: Instance, placed: Placed, seats: Sequence[int]) -> Tried:
+        """Once their layers are in memory, or why they never will be."""
+        placement = placed.placement
+        watch = self._ports.watch()
+        while True:
+            topology = self._ports.topology()
+            reports = [report_of(topology, old.instance_id, AHEAD, placement, index) for index in seats]
+            if all(report is not None and report.state in WARM_STATES for report in reports):
+                return Tried("", AHEAD)
+            for index, report in zip(seats, reports, strict=True):
+                node = placement.seats[index].node_id
+                if node not in topology.by_id:
+                    return Tried(f"{node} is gone", AHEAD, frozenset((node,)))
+                if report is not None and report.state == "failed":
+                    return Tried(f"seat {index} on {self._calls.name(node)}: {report.error}", AHEAD)
+            same = [now for now in self._ports.instances() if now.instance_id == old.instance_id]
+            if not same or same[0].epoch != old.epoch or same[0].state == "broken":
+                raise Refused(
+                    f"instance {old.instance_id} broke, or was placed anew or deleted, while its seats were handed over",
+                    do="nothing: whoever repairs it does without this node",
+                )
+            await watch.changed()
 
     async def _try(self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int) -> Tried:
         """Lease and commit every seat of it, or none."""

@@ -6,7 +6,7 @@ What came of it is a value; no seat's answer, and no silence, is an error here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,9 +61,9 @@ class SeatCalls:
         self._seats = seats
 
     async def lease_all(
-        self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int
+        self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int, seats: Sequence[int] = ()
     ) -> tuple[int, Tried]:
-        """(newest epoch that a seat has seen or 0, what came of it)."""
+        """(newest epoch that a seat has seen or 0, what came of it). All seats, or these."""
         unheard: set[NodeId] = set()
         answers: dict[int, LeaseAnswer] = {}
         placement = candidate.placement
@@ -79,7 +79,7 @@ class SeatCalls:
                     unheard.add(placement.seats[index].node_id)
 
         async with trio.open_nursery() as nursery:
-            for index in range(len(placement.seats)):
+            for index in seats or range(len(placement.seats)):
                 nursery.start_soon(lease, index)
         refused = [(index, answer) for index, answer in sorted(answers.items()) if not answer.granted]
         why = "; ".join(f"seat {index} on {self.name(placement.seats[index].node_id)}: {a.why}" for index, a in refused)
@@ -88,9 +88,10 @@ class SeatCalls:
         deletion = Deletion(instance_id, max(deleted)) if deleted else None
         return newest, Tried(why, epoch, frozenset(unheard), deletion=deletion)
 
-    async def commit_all(self, placed: Placed) -> Tried:
+    async def commit_all(self, placed: Placed, nodes: Collection[NodeId] = ()) -> Tried:
+        """On all its nodes, or these."""
         ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)
-        _, failures = await self.tell_all(placed.placement.node_ids, COMMIT, ref)
+        _, failures = await self.tell_all(nodes or placed.placement.node_ids, COMMIT, ref)
         unheard = frozenset(node for node, error in failures.items() if isinstance(error, SILENCE))
         why = "; ".join(f"{self.name(node)}: {error}" for node, error in failures.items())
         return Tried(why, placed.epoch, unheard, is_committed=True)

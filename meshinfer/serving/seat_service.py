@@ -34,6 +34,7 @@ from meshinfer.serving.seats import (
     StopRunner,
 )
 from meshinfer.serving.spares import Spares
+from meshinfer.serving.view import AHEAD
 from meshinfer.topology.card import SeatReport
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import decode, encode
@@ -412,6 +413,8 @@ class SeatService:
 
     async def _link(self, held: _Held) -> None:
         """Open the channel that this seat dials: to the next stage, or from the last one to the head."""
+        if held.key.epoch == AHEAD:  # there is nobody to be linked with yet
+            return
         with held.linking:
             await self._open_channel(held.key, held.placement, held.runner)
 

@@ -18,6 +18,9 @@ the place (and the memory) of what this node held of the instance before. Where 
 very layers that a warm runner holds, that runner goes on under the new epoch: repairing an instance
 loads only what was lost.
 
+A seat may be loaded ahead (as epoch 0): for the next epoch, while the present one goes on without it. The commit of that
+epoch finds its layers warm, like any others; if none comes, it lapses.
+
 A deletion is an epoch of its own, the one after the last. Every lease says with which epoch its placing began;
 one that began no later than the deletion (a repair of what was deleted, say) is void and told so, however high the
 epoch that it tries by now. Whoever wants the model afterwards begins above it.
@@ -34,7 +37,7 @@ from dataclasses import dataclass
 from meshinfer.base.errors import BadInput, NoRoom, Refused
 from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.base.units import format_bytes
-from meshinfer.serving.view import Instance
+from meshinfer.serving.view import AHEAD, Instance
 from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.messages import Deletion, SeatRef
@@ -55,6 +58,9 @@ FAILED_LINGER_SECONDS = 5.0
 WARM_SECONDS = 20.0
 """How long layers stay in memory after the seat beside them was lost. A repair takes a few seconds; twenty is a laptop
 that comes back from a restart of its agent. Raising it keeps memory from other models."""
+AHEAD_SECONDS = 30.0
+"""How long what was loaded ahead waits for its epoch. The node for whose leaving that is done has 45 s in all; if it dies
+meanwhile, the repair that wants these layers takes a few."""
 MISSING_GRACE_SECONDS = 2.0
 """A live node's seat may be missing from our view for one gossip period without anything being wrong."""
 LOOK_SECONDS = 0.25
@@ -146,7 +152,7 @@ class _Seat:
     """0 once it is cut or failed."""
     state: SeatState
     lapses_at: float
-    """leased: when the promise ends. cut: when the layers are given up. failed: when the seat is forgotten."""
+    """leased: when the promise ends. Loaded ahead: when nobody will come for it. cut: when the layers are given up. failed: when the seat is forgotten."""
     last_progress_at: float
     progress: float = 0.0
     done_bytes: int = 0
@@ -283,6 +289,14 @@ class SeatLedger:
             if held.state == "leased":
                 held.lapses_at, held.planner = now + self._lease_seconds, planner
             return self._lease_seconds
+        if key.epoch == AHEAD:
+            if held is not None and held.state != "failed":
+                raise Refused(
+                    f"seat {key} is another placement's here",
+                    expected=f"{held.placement.placement_id}",
+                    do="wait for it",
+                )
+            return self._promise(key, placement, need_bytes, now, begun_epoch)
         newest = self.next_epoch(key.instance_id) - 1
         same_plan = any(
             seat.key.instance_id == key.instance_id
@@ -292,6 +306,9 @@ class SeatLedger:
         )
         if key.epoch < newest or (key.epoch == newest and not same_plan):
             raise StaleEpoch(key, newest)
+        return self._promise(key, placement, need_bytes, now, begun_epoch)
+
+    def _promise(self, key: SeatKey, placement: Placement, need_bytes: int, now: float, begun_epoch: int) -> float:
         replaced = [s for s in self._seats.values() if s.key.instance_id == key.instance_id and s.key.epoch < key.epoch]
         free = self._usable_bytes - self.promised_bytes + sum(seat.promised_bytes for seat in replaced)
         if need_bytes > free:
@@ -334,6 +351,8 @@ class SeatLedger:
             )
             if warm is None:
                 seat.state = "loading"
+                if seat.key.epoch == AHEAD:
+                    seat.lapses_at = now + AHEAD_SECONDS
                 started.append(StartRunner(seat.key, seat.placement))
             else:
                 older.remove(warm)
@@ -474,6 +493,12 @@ class SeatLedger:
             instance = derived.get(seat.key.instance_id)
             if not seat.runs or instance is None or instance.epoch < seat.key.epoch:
                 continue
+            if seat.key.epoch == AHEAD:
+                # It is no part of what runs, and no reason to end it, until the epoch that it was for does without it.
+                is_unwanted = self._node_id not in instance.placement.node_ids
+                if instance.epoch >= seat.begun_epoch and is_unwanted:
+                    effects += self._drop(seat, f"epoch {instance.epoch} does without it")
+                continue
             gone = [node for node in seat.placement.node_ids if node not in not_lost]
             if instance.epoch > seat.key.epoch and (self._is_awaited(seat) or instance.is_half_made):
                 # The news of the lease may be quicker than the commit: a repair would load what is here already. And it
@@ -504,6 +529,8 @@ class SeatLedger:
                 del self._seats[seat.key]
             elif seat.state == "cut" and now >= seat.lapses_at:
                 effects += self._drop(seat, f"not repaired within {WARM_SECONDS:.0f} s: {seat.error}")
+            elif seat.key.epoch == AHEAD and now >= seat.lapses_at:
+                effects += self._drop(seat, f"no epoch wanted it within {AHEAD_SECONDS:.0f} s")
             elif seat.alone_since is not None and now >= seat.alone_since + MISSING_GRACE_SECONDS:
                 effects += self._cut(seat, "another seat of its instance is missing", now)
             elif seat.state in {"loading", "linking"} and now >= seat.last_progress_at + self._load_stall_seconds:
@@ -516,6 +543,8 @@ class SeatLedger:
         """When `tick` has something to do; None if nothing is pending."""
         due = [seat.lapses_at for seat in self._seats.values() if seat.state in {"leased", "cut", "failed"}]
         for seat in self._seats.values():
+            if seat.key.epoch == AHEAD and seat.runs:
+                due.append(seat.lapses_at)
             if seat.alone_since is not None:
                 due.append(seat.alone_since + MISSING_GRACE_SECONDS)
             if seat.state in {"loading", "linking"}:

@@ -37,9 +37,10 @@ class Serving(NamedTuple):
         self.ports.drain()
         try:
             await self.sessions.drain()
-            for instance in self.ports.instances():
-                if self.ports.node_id in instance.placement.node_ids and instance.state != "broken":
-                    await self.placer.hand_over(instance)
+            async with trio.open_nursery() as handing_over:
+                for instance in self.ports.instances():
+                    if self.ports.node_id in instance.placement.node_ids and instance.state != "broken":
+                        handing_over.start_soon(self.placer.hand_over, instance)
         finally:
             await self.seats.release_all(reason)
 

@@ -17,6 +17,9 @@ from meshinfer.topology.card import SeatReport
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement
 
+AHEAD = 0
+"""The epoch of a seat that is loaded ahead of the epoch which will want it, while the present one goes on: warm layers,
+and of no instance yet."""
 InstanceState = Literal["placing", "loading", "ready", "broken"]
 """placing: some seat is not announced (yet) by its node, which lives or is a stranger. loading: all seats are there, not all ready.
 ready: it serves. broken: a seat failed, or its node is gone.
@@ -68,7 +71,7 @@ def instances(topology: Topology, strangers: Collection[NodeId] = ()) -> tuple[I
         for seat in card.seats:
             placement = held.get(seat.placement_id)
             # A card speaks for its own seats only, of placements that are whole: one node's mistake hides no instance.
-            if placement and _holds(card.node_id, seat, placement):
+            if placement and seat.epoch != AHEAD and _holds(card.node_id, seat, placement):
                 placements[(seat.instance_id, seat.epoch)][seat.placement_id] = placement
     newest: dict[InstanceId, int] = {}
     for instance_id, epoch in placements:
@@ -88,7 +91,7 @@ def _holds(node_id: NodeId, report: SeatReport, placement: Placement) -> bool:
 def _derive(
     topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement, strangers: Collection[NodeId]
 ) -> Instance:
-    reports = tuple(_report(topology, instance_id, epoch, placement, index) for index in range(len(placement.seats)))
+    reports = tuple(report_of(topology, instance_id, epoch, placement, index) for index in range(len(placement.seats)))
     present = [report for report in reports if report is not None]
     failed = [report for report in present if report.state in {"failed", "cut"}]
     progress = sum(report.progress for report in present) / len(reports)
@@ -107,9 +110,10 @@ def _derive(
     return Instance(instance_id, epoch, placement, state, progress, reports, error, code)
 
 
-def _report(
+def report_of(
     topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement, index: int
 ) -> SeatReport | None:
+    """What the seat's node says of it; None where no live node announces it."""
     card = topology.by_id.get(placement.seats[index].node_id)
     if card is None:
         return None
