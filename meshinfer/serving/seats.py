@@ -296,7 +296,7 @@ class SeatLedger:
                     expected=f"{held.placement.placement_id}",
                     do="wait for it",
                 )
-            return self._promise(key, placement, need_bytes, now, begun_epoch)
+            return self._promise(_Seat(key, placement, begun_epoch, need_bytes, "leased", 0.0, now, planner=planner))
         newest = self.next_epoch(key.instance_id) - 1
         same_plan = any(
             seat.key.instance_id == key.instance_id
@@ -306,9 +306,10 @@ class SeatLedger:
         )
         if key.epoch < newest or (key.epoch == newest and not same_plan):
             raise StaleEpoch(key, newest)
-        return self._promise(key, placement, need_bytes, now, begun_epoch)
+        return self._promise(_Seat(key, placement, begun_epoch, need_bytes, "leased", 0.0, now, planner=planner))
 
-    def _promise(self, key: SeatKey, placement: Placement, need_bytes: int, now: float, begun_epoch: int) -> float:
+    def _promise(self, new: _Seat) -> float:
+        key, need_bytes = new.key, new.promised_bytes
         replaced = [s for s in self._seats.values() if s.key.instance_id == key.instance_id and s.key.epoch < key.epoch]
         free = self._usable_bytes - self.promised_bytes + sum(seat.promised_bytes for seat in replaced)
         if need_bytes > free:
@@ -318,8 +319,8 @@ class SeatLedger:
                 do="free memory, or plan again with this node's present numbers",
             )
         self._remember_epoch(key.instance_id, key.epoch)
-        lapses_at = now + self._lease_seconds
-        self._seats[key] = _Seat(key, placement, begun_epoch, need_bytes, "leased", lapses_at, now, planner=planner)
+        new.lapses_at = new.last_progress_at + self._lease_seconds
+        self._seats[key] = new
         return self._lease_seconds
 
     def commit(self, ref: SeatRef, now: float) -> list[SeatEffect]:

@@ -23,7 +23,7 @@ import httpx
 
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.testing import agent_process
-from meshinfer.testing.agent_process import RunningAgent
+from meshinfer.testing.agent_process import AgentProcessError, RunningAgent
 from meshinfer.testing.machines import OneMachine
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 
@@ -64,12 +64,14 @@ class AgentRoom(Generic[M]):
         self.stopped: set[str] = set()
         self.killed: set[str] = set()
         """And not started again."""
+        self.left: set[str] = set()
+        """Asked to leave, and not started again."""
         self.keeps_logs = False
         """What is in its directory stays, for whoever looks into what happened."""
         self._environment = {**os.environ, JOIN_CODE_VARIABLE: new_join_code().reveal()}
 
     def start(self, name: str) -> RunningAgent:
-        """A new one, or the next life of one that was killed; returns once it serves."""
+        """A new one, or the next life of one that was killed or has left; returns once it serves."""
         home = self.machines.move_in(name)
         if not (home / "models").exists():
             (home / "models").symlink_to(self.model_store)
@@ -82,12 +84,13 @@ class AgentRoom(Generic[M]):
             log_file=self.machines.directory / f"{name}.log",
         )
         self.killed.discard(name)
+        self.left.discard(name)
         return self.agents[name]
 
     def restart(self) -> None:
-        """Who was killed, all at once."""
+        """Who was killed or has left, all at once."""
         with ThreadPoolExecutor(MOST_AGENTS) as pool:
-            for started in [pool.submit(self.start, name) for name in sorted(self.killed)]:
+            for started in [pool.submit(self.start, name) for name in sorted(self.killed | self.left)]:
                 started.result()
 
     def end(self) -> None:
@@ -104,8 +107,19 @@ class AgentRoom(Generic[M]):
         self.agents[name].kill()
 
     def ended_by_themselves(self) -> list[str]:
-        """Agents that are gone though nobody killed them."""
-        return [name for name, agent in self.agents.items() if not agent.is_alive and name not in self.killed]
+        """Agents that are gone though nobody killed them or asked them to leave."""
+        expected = self.killed | self.left
+        return [name for name, agent in self.agents.items() if not agent.is_alive and name not in expected]
+
+    def leave(self, name: str) -> None:
+        """Ask one to leave (SIGTERM); returns once it has. Raises RoomError if it does not, or not in order."""
+        self.left.add(name)
+        try:
+            agent_process.end(self.agents[name].process, LEAVE_SECONDS)
+        except AgentProcessError as error:
+            raise RoomError(f"{name}: {error}") from error
+        if status := self.agents[name].process.returncode:
+            raise RoomError(f"{name} ended with status {status} when it was asked to leave")
 
     def stop(self, name: str) -> None:
         self.stopped.add(name)

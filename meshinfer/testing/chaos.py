@@ -33,6 +33,7 @@ HOUR_SECONDS = 3600.0
 
 Deed = Literal[
     "kill",
+    "leave",
     "stop",
     "kill runner",
     "hang runner",
@@ -58,7 +59,7 @@ Deed = Literal[
     "half-close lines",
     "reset lines",
 ]
-"""kill: agent and runners die at once. stop: they freeze, and their sockets stay open. kill runner, hang runner: its
+"""kill: agent and runners die at once. leave: the agent is asked to go (SIGTERM), and does. stop: they freeze, and their sockets stay open. kill runner, hang runner: its
 runner alone dies, or computes no more while it goes on to send heartbeats. freeze runner: it alone is stopped. cut off: nothing passes from or to it;
 deafen: to it; mute: from it. cut from origin: nothing passes between it and the request's origin, while all others
 reach both (a bridge). cut from next: nothing passes between it and the seat after it, the head after the last one, while
@@ -136,6 +137,9 @@ def scenarios() -> tuple[Scenario, ...]:
         found.append(Scenario(f"stop origin for {seconds:.0f} s", origin, ends="either"))
     for moment in moments:
         found.append(Scenario(f"kill origin at {moment}", (Fault("kill", "origin", moment),), nodes=6))
+    # Asked to leave, a node lets its own clients' answers end and has its seats loaded elsewhere: nobody sees an error.
+    leavers: tuple[Part, ...] = (*parts, "origin")
+    found += [Scenario(f"{part} leaves", (Fault("leave", part),)) for part in leavers]
     found.append(Scenario("kill a bystander", (Fault("kill", "bystander"),)))
     found.append(Scenario("kill and restart middle", (Fault("kill", "middle", seconds=1.0),)))
     found.append(Scenario("split for 10 s", (Fault("split", "origin", seconds=10.0),), nodes=6))

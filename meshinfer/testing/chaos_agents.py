@@ -81,8 +81,8 @@ WARM_UP = Question("What is the capital of France?", 1)
 LONG = Question("Say in one word what this is: " + "laptop " * (CONTEXT_TOKENS // 2), 2)
 """Wants memory that a runner has not taken yet."""
 
-_EVERYWHERE: frozenset[Deed] = frozenset(("kill", "stop", "kill runner", "freeze runner", "refuse memory"))
-_TAKES_AWAY: frozenset[Deed] = frozenset(("kill", "stop", "cut off", "deafen", "mute"))
+_EVERYWHERE: frozenset[Deed] = frozenset(("kill", "leave", "stop", "kill runner", "freeze runner", "refuse memory"))
+_TAKES_AWAY: frozenset[Deed] = frozenset(("kill", "leave", "stop", "cut off", "deafen", "mute"))
 """An agent, for as long as it lasts."""
 _LINES: dict[Deed, Faults] = {
     "delay lines": Faults(delay=0.15, jitter=0.1),
@@ -342,6 +342,8 @@ class _Run:
             case "kill", _:
                 room.kill(name)
                 return lambda: self._restart(name)
+            case "leave", _:
+                room.leave(name)
             case "stop", _:
                 room.stop(name)
                 return lambda: room.wake(name)

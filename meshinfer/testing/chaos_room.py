@@ -371,6 +371,8 @@ class _Run:
         match fault.deed:
             case "kill":
                 self._kill(node)
+            case "leave":
+                await self._leave(node)
             case "stop":
                 self.cluster.stop(node)
             case "kill runner":
@@ -411,6 +413,17 @@ class _Run:
         else:
             network.heal()
         log.info("%.3f: %s %s is over", shared_time(), fault.deed, fault.part)
+
+    async def _leave(self, node: SimNode) -> None:
+        """As the agent does it; then its process ends."""
+        with node.clocks.worn():
+            await node.serving.leave("node left")
+            await node.mesh.leave()
+        for connection, _ in self._connections.pop(node.node_id, ()):
+            connection.cancel()  # of those whose answers came to their end, nobody notices
+        self.dead.add(node.node_id)
+        self.cluster.kill(node)
+        self.over_at = max(self.over_at, shared_time())
 
     def _kill(self, node: SimNode) -> None:
         self.dead.add(node.node_id)
