@@ -72,6 +72,18 @@ class TokenLog:
     """What has been emitted, in order; decides about each token that arrives."""
 
     emitted: list[int] = field(default_factory=list[int])
+    model_digest: str = ""
+    """Of the weights that go on with it."""
+
+    def goes_on_with(self, model_digest: str) -> None:
+        """Raises GenerationFailed where other weights wrote what is there: two versions of a model are in the room."""
+        if self.emitted and self.model_digest != model_digest:
+            raise GenerationFailed(
+                f"the answer's {len(self.emitted)} tokens were written by version {self.model_digest[:12]} of the model, "
+                f"and what could go on is version {model_digest[:12]}",
+                do="ask again; `meshinfer rm` one of the two versions, so that all nodes have the same",
+            )
+        self.model_digest = model_digest
 
     def accept(self, token: Token) -> bool:
         """Whether `token` is the next one; False if it is here already.
@@ -237,6 +249,7 @@ class Sessions:
 
         instance = await self._placer.ready_instance(request.model_id, request.workload, waiting, avoid)
         _check_context(request, instance)
+        token_log.goes_on_with(instance.placement.model_digest)
         link = await self._links.get(instance)
         session = OpenSession(
             session_id=request.session_id,

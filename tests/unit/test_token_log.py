@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from meshinfer.base.errors import PeerLost
 from meshinfer.base.ids import SessionId
+from meshinfer.serving.requests import GenerationFailed
 from meshinfer.serving.sessions import TokenLog
 from meshinfer.wire.records import Token
 
@@ -34,3 +35,13 @@ def test_what_an_old_epoch_sends_late_changes_nothing() -> None:
         assert log.accept(token(index))
     assert not log.accept(Token(SessionId("s"), 1, 999, ""))
     assert log.emitted == [100, 101, 102]
+
+
+def test_an_answer_is_not_finished_by_other_weights() -> None:
+    log = TokenLog()
+    log.goes_on_with("a" * 64)
+    log.goes_on_with("b" * 64)  # nothing is written yet
+    assert log.accept(token(0))
+    log.goes_on_with("b" * 64)
+    with pytest.raises(GenerationFailed, match="version bbbbbbbbbbbb of the model, and .* version aaaaaaaaaaaa"):
+        log.goes_on_with("a" * 64)
