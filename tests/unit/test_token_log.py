@@ -43,5 +43,5 @@ def test_an_answer_is_not_finished_by_other_weights() -> None:
     log.goes_on_with("b" * 64)  # nothing is written yet
     assert log.accept(token(0))
     log.goes_on_with("b" * 64)
-    with pytest.raises(GenerationFailed, match="version bbbbbbbbbbbb of the model, and .* version aaaaaaaaaaaa"):
+    with pytest.raises(GenerationFailed, match=r"version bbbbbbbbbbbb of the model, and .* version aaaaaaaaaaaa"):
         log.goes_on_with("a" * 64)
