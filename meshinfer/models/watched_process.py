@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from meshinfer.base.errors import DeadlineExceeded
 
 LOOK_SECONDS = 0.2
 """Between two looks: a bar that moves."""
+KILLED_SECONDS = 5.0
+"""From the kill to the end. One that hangs in the kernel (a dead disk) may never end, and nobody waits for it."""
 
 
 def wait_watched(
@@ -32,4 +35,5 @@ def wait_watched(
                 raise DeadlineExceeded(f"{what} took more than {seconds:.0f} s", do=do)
     finally:
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_SECONDS)

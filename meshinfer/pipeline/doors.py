@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 
-from meshinfer.base.errors import MeshinferError
+from meshinfer.base.errors import MeshinferError, Refused
 from meshinfer.pipeline.channel import Channel
 from meshinfer.pipeline.mailbox import Broken, Mailbox, Opened
 from meshinfer.transport.certificates import fingerprint, make_certificate
-from meshinfer.transport.tls import WELCOME, Listener, SecureSocket, dial
+from meshinfer.transport.tls import MAX_EXPECTED, WELCOME, Listener, SecureSocket, dial
 from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Listening, Rebind
 
 log = logging.getLogger(__name__)
@@ -28,14 +29,20 @@ class Doors:
         self._certificate = make_certificate()
         self._mailbox = mailbox
         self._listener = Listener(bind_host, self._certificate, self._admit)
+        self._lock = threading.Lock()
+        """Guards what is below, and that no channel of an epoch comes into the mailbox after the epoch's end."""
         self._epoch = 0
         """Counts the rebindings: what was asked for before one is of no use after it."""
+        self._tokens: deque[bytes] = deque(maxlen=MAX_EXPECTED)
+        """Of the channels that were expected in this epoch; the lapsed ones go when there are too many."""
 
     @property
     def listening(self) -> Listening:
         return Listening(self._listener.port, self._certificate.der)
 
     def expect(self, message: ExpectChannel) -> None:
+        with self._lock:
+            self._tokens.append(message.token)
         try:
             self._listener.expect(message)
         except MeshinferError as error:  # what another node's agent sent: it will not get in, and that is all
@@ -47,22 +54,26 @@ class Doors:
 
     def rebind(self, message: Rebind) -> None:
         """From here on channels are the new epoch's."""
-        self._epoch += 1
         self._listener.expect_nobody()
-        self._mailbox.put(message)
+        with self._lock:
+            self._epoch += 1
+            self._tokens.clear()
+            self._mailbox.put(message)
 
     def _dial(self, message: DialChannel, epoch: int) -> None:
         offer = message.offer
         try:
             secure = dial(offer, self._certificate, DIAL_SECONDS)
         except MeshinferError as error:
-            if epoch == self._epoch:
-                self._mailbox.put(Broken(message.role, message.to_seat, str(error)))
+            with self._lock:
+                if epoch == self._epoch:
+                    self._mailbox.put(Broken(message.role, message.to_seat, str(error)))
             return
-        peer = fingerprint(offer.certificate_der)
-        if epoch == self._epoch:
-            self._mailbox.put(Opened(Channel(message.role, message.to_seat, peer, secure, dialled=True)))
-        else:
+        channel = Channel(message.role, message.to_seat, fingerprint(offer.certificate_der), secure, dialled=True)
+        with self._lock:
+            if is_wanted := epoch == self._epoch:
+                self._mailbox.put(Opened(channel))
+        if not is_wanted:
             secure.close()
 
     def _admit(self, expected: ExpectChannel, secure: SecureSocket) -> None:
@@ -70,5 +81,8 @@ class Doors:
         channel = Channel(expected.role, expected.from_seat, peer, secure, dialled=False)
         # In this order: once welcomed, an origin may open sessions at the head, and their steps must find its
         # channel here.
-        self._mailbox.put(Opened(channel))
+        with self._lock:
+            if expected.token not in self._tokens:  # its token was taken just before the rebinding
+                raise Refused(f"a {expected.role} channel of an epoch that is over")
+            self._mailbox.put(Opened(channel))
         secure.send_all(WELCOME)

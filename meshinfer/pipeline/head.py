@@ -204,7 +204,8 @@ class Head:
             return "bad_input", f"{record.emitted} emitted tokens among {prompt}; expected no more than there are"
         known = (session.record.session_id for session in (*self._waiting, *self._running.values()))
         if record.session_id in known:
-            return "bad_input", f"session {record.session_id} is open already; expected a new id"
+            # Not its client's fault: its origin has lost a channel, and this side of it has not ended yet.
+            return "refused", f"session {record.session_id} is open already; expected it once the old one has ended"
         if len(self._waiting) >= MAX_WAITING:
             return "no_room", f"{len(self._running)} sessions run and {len(self._waiting)} wait; try another instance"
         return None

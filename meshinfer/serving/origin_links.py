@@ -3,7 +3,8 @@
 One link per (instance, epoch): a channel to the head, on which sessions are opened and cancelled,
 and one to the last stage, from which tokens come straight here (one and the same channel where a
 single seat is both). Records are handed to their session's queue; a lost channel ends every session
-on it at once, which is how the data path notices a dead node before any gossip does.
+on it at once, which is how the data path notices a dead node before any gossip does. A head that cannot be told
+something has a lost link as well: what it does and what is believed here must not go apart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import trio
 
 from meshinfer.base.errors import DeadlineExceeded, MeshinferError, PeerLost, Refused
-from meshinfer.base.ids import InstanceId, SessionId
+from meshinfer.base.ids import InstanceId, NodeId, SessionId
 from meshinfer.serving.ports import OriginChannel, Ports
 from meshinfer.serving.seat_service import LISTEN_WAIT_SECONDS, SeatService
 from meshinfer.serving.view import Instance
@@ -30,6 +31,11 @@ SEND_SECONDS = 5.0
 """For one record on the way to the head. Longer means that the head does not read: it makes no progress."""
 IDLE_SECONDS = 60.0
 """An unused link is closed after this; opening one costs some ten milliseconds."""
+CANCEL_SECONDS = 1.0
+"""For a cancel on its way to the head. Longer means that its socket is full of what the head does not read."""
+
+Heard = tuple[NodeId, RunnerRecord]
+"""A record, and the node whose runner sent it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,56 +49,71 @@ class OriginLink:
 
     def __init__(self, instance: Instance, head: OriginChannel, last: OriginChannel) -> None:
         self.instance = instance
-        self._channels = (head,) if head is last else (head, last)
-        self._queues: dict[SessionId, trio.MemorySendChannel[RunnerRecord]] = {}
+        nodes = instance.placement.node_ids
+        self._head_node = nodes[0]
+        self._channels = ((nodes[0], head),) if head is last else ((nodes[0], head), (nodes[-1], last))
+        self._queues: dict[SessionId, trio.MemorySendChannel[Heard]] = {}
         """All and only sessions that are open on this link."""
         self._send_lock = trio.Lock()
         self.lost: str = ""
         """Why it is gone; empty while it works."""
+        self.lost_node: NodeId | None = None
+        """Whose runner or machine it was, if that is why."""
+        self._over = trio.CancelScope()
+        """Of `run`."""
         self.idle_since: float = trio.current_time()
 
     @property
     def sessions(self) -> int:
         return len(self._queues)
 
-    async def open(self, session: OpenSession) -> trio.MemoryReceiveChannel[RunnerRecord]:
+    async def open(self, session: OpenSession) -> trio.MemoryReceiveChannel[Heard]:
         """Start a session; its records arrive on the returned channel, which closes when the link is lost."""
         if self.lost:
             raise PeerLost(self.lost)
         # Every record of a session fits: one a token, a few signs of life (older ones are dropped when it is full).
-        send, receive = trio.open_memory_channel[RunnerRecord](session.max_new_tokens + 64)
+        send, receive = trio.open_memory_channel[Heard](session.max_new_tokens + 64)
         self._queues[session.session_id] = send
         await self._send(session)
         return receive
 
     async def end(self, session_id: SessionId, *, cancel: bool) -> None:
-        """Forget a session; with `cancel`, tell the head so that every stage frees it."""
+        """Forget a session; with `cancel`, tell the head so that every stage frees it.
+
+        A head that cannot be told would go on for nobody, and take the session's next opening for a second one: then
+        the link is lost, which tells it too.
+        """
         queue = self._queues.pop(session_id, None)
         if queue is not None:
             queue.close()
         if not self._queues:
             self.idle_since = trio.current_time()
         if cancel and not self.lost:
-            with trio.move_on_after(1.0, shield=True):
+            with trio.move_on_after(CANCEL_SECONDS, shield=True) as scope:
                 try:
                     await self._send(CancelSession(session_id))
                 except MeshinferError as error:
                     log.debug("session %s: the cancel did not reach the head: %s", session_id, error)
+            if scope.cancelled_caught:
+                self._lose(f"it took no cancel for {CANCEL_SECONDS:.0f} s", self._head_node)
 
     async def run(self, ports: Ports) -> None:
         """Hand out records until a channel or a node is lost."""
-        async with trio.open_nursery() as nursery:
-            for channel in self._channels:
-                nursery.start_soon(self._read, channel, nursery.cancel_scope)
-            watch = ports.watch()
-            # A stopped machine keeps its sockets open, so the channels may stay silent: the view tells.
-            while True:
-                nodes = ports.topology().by_id
-                gone = [node for node in self.instance.placement.node_ids if node not in nodes]
-                if gone:
-                    self.lost = f"node {gone[0]} is gone"
-                    nursery.cancel_scope.cancel()
-                await watch.changed()
+        with self._over:
+            async with trio.open_nursery() as nursery:
+                for node, channel in self._channels:
+                    nursery.start_soon(self._read, node, channel)
+                await self._watch(ports)
+
+    async def _watch(self, ports: Ports) -> None:
+        watch = ports.watch()
+        # A stopped machine keeps its sockets open, so the channels may stay silent: the view tells.
+        while True:
+            nodes = ports.topology().by_id
+            gone = [node for node in self.instance.placement.node_ids if node not in nodes]
+            if gone:
+                self._lose("it is gone", gone[0])
+            await watch.changed()
 
     async def aclose(self, why: str) -> None:
         """End every session on this link with `why`."""
@@ -101,34 +122,39 @@ class OriginLink:
             queue.close()
         self._queues.clear()
         with trio.move_on_after(1.0, shield=True):
-            for channel in self._channels:
+            for _, channel in self._channels:
                 await channel.aclose()
+
+    def _lose(self, why: str, node: NodeId) -> None:
+        """It is of no use any more: `run` returns, and whoever waits for that closes it."""
+        if not self.lost:
+            self.lost, self.lost_node = f"node {node}: {why}", node
+        self._over.cancel()
 
     async def _send(self, record: OpenSession | CancelSession) -> None:
         try:
             with trio.fail_after(SEND_SECONDS):
                 async with self._send_lock:
-                    await self._channels[0].send(record)
-        except trio.TooSlowError as error:
-            raise PeerLost(
-                f"the head of {self.instance.instance_id} took no record for {SEND_SECONDS:.0f} s"
-            ) from error
+                    await self._channels[0][1].send(record)
+        except (MeshinferError, trio.TooSlowError) as error:
+            slow = f"the head of {self.instance.instance_id} took no record for {SEND_SECONDS:.0f} s"
+            self._lose(slow if isinstance(error, trio.TooSlowError) else str(error), self._head_node)
+            raise PeerLost(self.lost) from error
 
-    async def _read(self, channel: OriginChannel, scope: trio.CancelScope) -> None:
+    async def _read(self, node: NodeId, channel: OriginChannel) -> None:
         try:
             while True:
                 record = await channel.receive()
                 queue = self._queues.get(record.session_id)
                 if queue is not None:
                     try:
-                        queue.send_nowait(record)
+                        queue.send_nowait((node, record))
                     except trio.WouldBlock:
                         log.debug("session %s: a sign of life dropped", record.session_id)
                     except trio.BrokenResourceError:
                         self._queues.pop(record.session_id, None)
         except MeshinferError as error:
-            self.lost = str(error)
-            scope.cancel()
+            self._lose(str(error), node)
 
 
 class OriginLinks:
@@ -185,7 +211,12 @@ class OriginLinks:
                 last_index = len(instance.placement.seats) - 1
                 # The last stage first: it must know where to send tokens before the head lets a session in.
                 last = await self._dial(instance, last_index)
-                head = last if last_index == 0 else await self._dial(instance, 0)
+                try:
+                    head = last if last_index == 0 else await self._dial(instance, 0)
+                except BaseException:
+                    with trio.move_on_after(1.0, shield=True):
+                        await last.aclose()
+                    raise
         except trio.TooSlowError as error:
             raise PeerLost(
                 f"the runners of instance {instance.instance_id} did not answer within {CONNECT_SECONDS:.0f} s"
@@ -209,4 +240,5 @@ class OriginLinks:
                     offer = ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)
             return await self._ports.open_channel(offer)
         except (Refused, DeadlineExceeded) as error:
-            raise PeerLost(f"seat {seat_index} of instance {instance.instance_id} is not there: {error}") from error
+            what = f"seat {seat_index} of instance {instance.instance_id} is not there, on node {node}: {error}"
+            raise PeerLost(what) from error

@@ -7,6 +7,7 @@ Either side's death closes the pair, which is the other's signal. Its memory and
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import socket
 import struct
@@ -30,8 +31,13 @@ from meshinfer.wire.runner_control import (
     StopRunner,
 )
 
+log = logging.getLogger(__name__)
+
 STOP_GRACE_SECONDS = 1.0
 """From asking a runner to stop to killing it. It has nothing to save; longer only delays the next seat's memory."""
+KILLED_SECONDS = 5.0
+"""From the kill to the end: the kernel frees tens of gigabytes in a second or two. A process that hangs in the kernel (a
+dead disk, a driver) may never end; what is served here must not wait for it."""
 STDERR_LINES = 40
 """Of a runner's last words, kept for the error message when it dies without one."""
 
@@ -64,8 +70,8 @@ class Runner(Protocol):
         ...
 
     async def stop(self, *, at_once: bool = False) -> None:
-        """Ask it to end and wait a moment, unless `at_once`; then kill it. Returns when it is gone. May be called more
-        than once.
+        """Ask it to end and wait a moment, unless `at_once`; then kill it. Returns when it is gone, or when the kernel
+        does not let it go. May be called more than once.
         """
         ...
 
@@ -141,7 +147,16 @@ class RunnerProcess:
                     await self._process.wait()
             if self._process.returncode is None:
                 self._process.kill()
-                await self._process.wait()
+                with trio.move_on_after(KILLED_SECONDS):
+                    await self._process.wait()
+            if self._process.returncode is None:
+                log.error(
+                    "runner process %d was killed and has not ended within %.0f s: it hangs in the kernel, and holds its "
+                    "memory; if it stays (ps %d), restart the machine",
+                    self.pid,
+                    KILLED_SECONDS,
+                    self.pid,
+                )
             await self._stream.aclose()
 
     async def _receive(self) -> RunnerMessage | None:
@@ -175,11 +190,13 @@ class RunnerProcess:
 
     def _obituary(self) -> str:
         code = self._process.returncode
-        if code is not None and code < 0:
+        if code is None:
+            return f"its runner, process {self.pid}, was killed and hangs in the kernel"
+        if code < 0:
             how = f"killed by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += " (out of memory, or by hand)"
         else:
             how = f"ended with exit code {code}"
         words = "; ".join(self._last_words)[-300:]
-        return f"its runner was {how}" if code is not None and code < 0 else f"its runner {how}: {words}"
+        return f"its runner was {how}" if code < 0 else f"its runner {how}: {words}"

@@ -31,7 +31,7 @@ from meshinfer.base.errors import (
 )
 from meshinfer.base.ids import NodeId, SessionId
 from meshinfer.serving.events import EventStream
-from meshinfer.serving.origin_links import OriginLink, OriginLinks
+from meshinfer.serving.origin_links import Heard, OriginLink, OriginLinks
 from meshinfer.serving.placing import Placer
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Finished, Generated, GenerateRequest, GenerationFailed, Waiting
@@ -65,6 +65,7 @@ CANCEL_SECONDS = 2.0
 """For telling the stages that a session is over, before its client's response is given up."""
 READY_SECONDS = 1.0
 """For a task of our own to run once; longer means that the event loop is held up."""
+_ASK_AGAIN = "ask again: the model will be placed on the nodes that are left"
 
 
 @dataclass(slots=True)
@@ -275,7 +276,7 @@ class Sessions:
 
     async def _relay(
         self,
-        records: trio.MemoryReceiveChannel[RunnerRecord],
+        records: trio.MemoryReceiveChannel[Heard],
         link: OriginLink,
         token_log: TokenLog,
         events: EventStream,
@@ -286,14 +287,14 @@ class Sessions:
         ends = {link.instance.placement.seats[index].node_id for index in (0, -1)}
         patience = SILENCE_SECONDS
         while True:
-            record = None
+            heard = None
             with trio.move_on_after(patience):
                 try:
-                    record = await records.receive()
+                    heard = await records.receive()
                 except trio.EndOfChannel:
                     break
-            if record is not None:
-                if reason := await self._take(record, token_log, events):
+            if heard is not None:
+                if reason := await self._take(*heard, token_log, events):
                     return reason
                 patience = SILENCE_SECONDS
                 continue
@@ -303,23 +304,28 @@ class Sessions:
                 raise PeerLost(f"node {min(silent)} does not answer any more")
             if silent := self._ports.out_of_reach() & ends:
                 raise PeerLost(f"node {min(silent)} answers others, but not this node")
-        if link.lost:
-            self._ports.blame(nodes[0])
+        if link.lost_node is not None:
+            self._ports.blame(link.lost_node)
         raise PeerLost(
             f"the answer broke off after {len(token_log.emitted)} tokens: {link.lost or 'the session was dropped'}",
-            do="ask again: the model will be placed on the nodes that are left",
+            do=_ASK_AGAIN,
         )
 
     async def _take(
-        self, record: RunnerRecord, token_log: TokenLog, events: EventStream
+        self, node: NodeId, record: RunnerRecord, token_log: TokenLog, events: EventStream
     ) -> Literal["", "stop", "length"]:
-        """Take in one record; why the answer ends with it, or ''."""
+        """Take in one record that `node` sent; why the answer ends with it, or ''."""
         match record:
             case Prefilled(_, tokens, total):
                 events.send_nowait(Waiting("prefill", tokens / total if total else 1.0))
             case SessionFailed(_, code, what):
-                # refused: the runner has another epoch by now, so the instance that was meant is gone.
-                raise (PeerLost if code == "refused" else ERRORS_BY_CODE.get(code, GenerationFailed))(what)
+                # refused: the runner has another epoch by now, so the instance that was meant is gone; or what is left
+                # of a lost channel has not ended yet.
+                kind = PeerLost if code == "refused" else ERRORS_BY_CODE.get(code, GenerationFailed)
+                if kind is BadInput:
+                    raise kind(what)
+                do = _ASK_AGAIN if kind is PeerLost else "ask again in a moment"
+                raise kind(f"node {node} ended the answer: {what}", do=do)
             case Token():
                 if token_log.accept(record):
                     await events.send(Generated(record.index, record.token_id, record.logprob, record.top_logprobs))

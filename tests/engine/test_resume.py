@@ -7,9 +7,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import cast
 
 import pytest
-from resume_kit import CONCURRENCY, CONTEXT, FragilePipeline, Loss, wanted
+from resume_kit import CONCURRENCY, CONTEXT, FragilePipeline, Loss, Origin, wanted
 from tiny_models import VOCABULARY
 
 from meshinfer.base.errors import ProtocolError
@@ -18,8 +19,11 @@ from meshinfer.engine import stepping
 from meshinfer.engine.cache_table import Entry
 from meshinfer.engine.keeping import KEPT_SECONDS, Keeper
 from meshinfer.engine.replay_log import ReplayLog
+from meshinfer.pipeline.channel import Channel as PipelineChannel
+from meshinfer.pipeline.head import Head
 from meshinfer.pipeline.resuming import plan_return
-from meshinfer.wire.records import OpenSession, Sampling
+from meshinfer.wire.frames import Frame
+from meshinfer.wire.records import RUNNER_RECORDS, OpenSession, RunnerRecord, Sampling, SessionFailed
 from meshinfer.wire.steps import Kept, SessionStart, StepControl
 
 GREEDY = Sampling(seed=0, temperature=0)
@@ -220,6 +224,26 @@ def test_the_longest_logs_go_but_none_that_is_promised():
     assert logged(1) == [True, False, False]
     traces[0].promised = False
     assert logged(1) == [False, False, False]
+
+
+def test_a_session_that_is_open_still_may_be_asked_for_again():
+    """Its origin lost the channel before this head did: that is no fault of the request, and is tried again."""
+    heard: list[RunnerRecord] = []
+
+    class Channel(Origin):
+        def send(self, frame: Frame) -> bool:
+            heard.append(RUNNER_RECORDS.decode(frame.control, 1 << 20))
+            return True
+
+    pipeline, record = FragilePipeline("llama"), SESSIONS[0]
+    head = Head(pipeline.load, pipeline.stages[0], pipeline._run_step, lambda _seconds: False)
+    old, new = (cast("PipelineChannel", Channel([record])) for _ in range(2))
+    head.open(record, old)
+    head.open(replace(record, resumed=True), new)
+    assert [(r.session_id, r.code) for r in heard if isinstance(r, SessionFailed)] == [(record.session_id, "refused")]
+    head.origin_lost(old)
+    head.open(replace(record, resumed=True), new)
+    assert (len(heard), head.waiting) == (1, 1)
 
 
 # --- what is found out ----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 
@@ -39,3 +40,20 @@ def test_when_somebody_stops_the_wait_it_is_killed() -> None:
     with pytest.raises(Stopped):
         wait_watched(process, 60, "trying", stopped, do="wait")
     assert process.returncode is not None
+
+
+def test_one_that_hangs_in_the_kernel_is_not_waited_for() -> None:
+    class Hanging:
+        killed = False
+
+        def kill(self) -> None:
+            self.killed = True
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None, "this wait would never end"
+            raise subprocess.TimeoutExpired("hanging", timeout)
+
+    process = Hanging()
+    with pytest.raises(DeadlineExceeded):
+        wait_watched(cast("subprocess.Popen[Any]", process), 0, "trying", nothing, do="wait")
+    assert process.killed

@@ -1,0 +1,54 @@
+"""Around a rebinding: a channel of the old epoch never takes the place of one of the new."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, cast
+
+import pytest
+
+from meshinfer.base.errors import Refused
+from meshinfer.base.ids import ModelId, NodeId
+from meshinfer.pipeline.doors import Doors
+from meshinfer.pipeline.mailbox import Mailbox, Opened
+from meshinfer.topology.placement import Placement, Seat
+from meshinfer.transport.certificates import make_certificate
+from meshinfer.transport.tls import WELCOME, SecureSocket
+from meshinfer.wire.runner_control import ExpectChannel, Rebind
+
+
+class Socket:
+    def __init__(self) -> None:
+        self.sent = b""
+
+    def send_all(self, data: bytes) -> None:
+        self.sent += data
+
+
+def test_whoever_was_let_in_by_the_old_epoch_comes_too_late() -> None:
+    mailbox = Mailbox()
+    doors = Doors("127.0.0.1", mailbox)
+    certificate = make_certificate().der
+    placement = Placement(ModelId("m"), "digest", 2, "pipeline", "libp2p", 64, 1, (Seat(NodeId("n"), 0, 2),))
+    rebind = Rebind(2, placement, 0)
+
+    def expected() -> ExpectChannel:
+        message = ExpectChannel("samples", 1, certificate, secrets.token_bytes(32), 10.0)
+        doors.expect(message)
+        return message
+
+    def come(message: ExpectChannel) -> bytes:
+        """As the listener says, once its token was shown."""
+        secure: Any = Socket()
+        doors._admit(message, cast("SecureSocket", secure))
+        return secure.sent
+
+    first, late = expected(), expected()
+    assert come(first) == WELCOME
+    doors.rebind(rebind)
+    with pytest.raises(Refused, match="over"):
+        come(late)
+    assert come(expected()) == WELCOME
+    mail = [mailbox.take(0) for _ in range(4)]
+    assert [type(letter) for letter in mail] == [Opened, Rebind, Opened, type(None)]
+    doors._listener.close()
