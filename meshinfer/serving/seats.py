@@ -19,7 +19,7 @@ very layers that a warm runner holds, that runner goes on under the new epoch: r
 loads only what was lost.
 
 A seat may be loaded ahead (as epoch 0): for the next epoch, while the present one goes on without it. The commit of that
-epoch finds its layers warm, like any others; if none comes, it lapses.
+epoch finds its layers warm, like any others, or its runner loading them; if none comes, it lapses.
 
 A deletion is an epoch of its own, the one after the last. Every lease says with which epoch its placing began;
 one that began no later than the deletion (a repair of what was deleted, say) is void and told so, however high the
@@ -169,6 +169,8 @@ class _Seat:
     alone_since: float | None = None
     """Since when a seat beside it has been missing from the view; None while all are there."""
     linked: bool = False
+    listens: bool = False
+    """Its runner is there, and loads."""
     loaded: bool = False
     silent_looks: int = 0
     """Since its runner's last word; late ones left out."""
@@ -190,11 +192,11 @@ class _Seat:
         return self.loaded and self.runs
 
     def holds_what(self, key: SeatKey, placement: Placement) -> bool:
-        """Whether its runner could be that seat without loading anything."""
+        """Whether its runner could be that seat without loading anything again."""
         ours, theirs = self.placement.seats[self.key.seat_index], placement.seats[key.seat_index]
         reserved = (self.placement.context_tokens, self.placement.concurrency)
         return (
-            self.is_warm
+            (self.is_warm or (self.key.epoch == AHEAD and self.state == "loading" and self.listens))
             and self.key.instance_id == key.instance_id
             and self.placement.model_digest == placement.model_digest
             and ours == theirs
@@ -358,7 +360,8 @@ class SeatLedger:
             else:
                 older.remove(warm)
                 del self._seats[warm.key]
-                seat.state, seat.loaded, seat.progress = "linking", True, 1.0
+                seat.state, seat.loaded = "linking" if warm.loaded else "loading", warm.loaded
+                seat.listens, seat.progress, seat.done_bytes = True, warm.progress, warm.done_bytes
                 seat.resident_bytes = warm.resident_bytes
                 # It is the same process: what speaks against it still does.
                 seat.silent_looks, seat.heard_at, seat.stuck_beats = warm.silent_looks, warm.heard_at, warm.stuck_beats
@@ -430,7 +433,7 @@ class SeatLedger:
         match message:
             case Listening():
                 # Its files may have been fetched from a peer before: loading counts from nothing again.
-                seat.done_bytes, seat.last_progress_at = 0, now
+                seat.done_bytes, seat.last_progress_at, seat.listens = 0, now, True
             case Loading(done_bytes, total_bytes):
                 if done_bytes > seat.done_bytes:
                     seat.done_bytes, seat.last_progress_at = done_bytes, now

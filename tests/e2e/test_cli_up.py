@@ -199,3 +199,22 @@ def test_the_code_of_one_lets_the_other_in(tmp_path: Path, model_store: Path):
             answer = meshinfer(*question)
             assert answer.returncode == 0, answer.stderr
             assert "Paris" in answer.stdout
+
+
+def test_a_second_ctrl_c_does_not_wait_for_answers(running: RunningAgent):
+    """The last test here: nothing of the shared agent is left."""
+    wish = {"model": MODEL, "messages": [{"role": "user", "content": "Write a long story."}], "temperature": 0}
+    wish |= {"stream": True, "max_tokens": 400}
+    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=wish, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        runners = running.runners()
+        running.process.send_signal(signal.SIGINT)
+        wait_until(lambda: httpx.get(f"{running.url}/readyz", timeout=10).status_code == 503, 10, "it is leaving")
+        running.process.send_signal(signal.SIGINT)
+        running.process.wait(STOP_SECONDS)
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            assert "data: [DONE]" not in list(lines)
+    _, alive = psutil.wait_procs(runners, timeout=STOP_SECONDS)
+    assert alive == []
+    assert "Traceback" not in running.log()

@@ -3,12 +3,16 @@
 Whole agents, exact engine, virtual time. What the process around them does with signals is end-to-end's.
 """
 
+import math
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import trio
+import trio.testing
 
 from meshinfer.base.errors import NoRoom, PeerLost
 from meshinfer.planning.workload import Constraints
@@ -19,6 +23,9 @@ from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.codec import encode
 from meshinfer.wire.messages import LEASE, PLACE, Lease, Place
 
+Clock = trio.testing.MockClock
+SLOW = replace(SPEED, load_seconds=2.0)
+"""To tell a load from all else that a pause is made of."""
 TOKENS = 100
 """Of the leaving node's own client: some seconds."""
 
@@ -57,7 +64,7 @@ def cluster_of_five() -> Cluster:
     return Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SPEED)
 
 
-async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: trio.testing.MockClock) -> None:
+async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: Clock) -> None:
     async with cluster_of_five().running(5) as cluster:
         other = cluster.nodes[0]
         async with leaving(cluster, cluster.nodes[3], cluster.nodes[:3]) as leaver:
@@ -76,7 +83,7 @@ async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: trio.
                 await other.serving.ports.call(leaver.node_id, LEASE, encode(lease), 5.0)
 
 
-async def test_it_plans_for_nobody_though_it_is_first_in_order(autojump_clock: trio.testing.MockClock) -> None:
+async def test_it_plans_for_nobody_though_it_is_first_in_order(autojump_clock: Clock) -> None:
     async with cluster_of_five().running(5) as cluster:
         ids = [node.node_id for node in cluster.nodes]
         first = ids.index(elect(cluster.model.model_id, ids)[0])
@@ -86,13 +93,56 @@ async def test_it_plans_for_nobody_though_it_is_first_in_order(autojump_clock: t
             await cluster.until(lambda: is_whole_again(others[-1]))
 
 
-async def test_a_repair_meanwhile_takes_its_seat_away_and_gives_it_none(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_repair_meanwhile_takes_its_seat_away_and_gives_it_none(autojump_clock: Clock) -> None:
     async with cluster_of_five().running(6) as cluster:
         origin, leaver, victim, *_ = cluster.nodes
         async with leaving(cluster, leaver, [origin, leaver, victim]):
             cluster.kill(victim)
             await cluster.until(lambda: is_whole_again(origin))
             assert leaver.node_id not in origin.instances()[0].placement.node_ids
+
+
+async def test_what_it_held_is_loaded_elsewhere_before_the_answer_is_cut_over(autojump_clock: Clock) -> None:
+    pause = await longest_pause("leaves")
+    assert pause < 1.0 < SLOW.load_seconds, "no load is in it: what was read is read again by one stage"
+
+
+async def test_killed_while_it_is_loaded_elsewhere_it_costs_no_more_than_a_kill(autojump_clock: Clock) -> None:
+    killed = await longest_pause("is killed")
+    both = await longest_pause("leaves and is killed")
+    assert both < killed, "the repair goes on with what has been loaded by then"
+
+
+async def longest_pause(how: str) -> float:
+    """What a client of another node waits for a token at most, while the holder of the middle goes."""
+    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SLOW)
+    async with cluster.running(6):
+        origin, head, leaver, last, *_ = cluster.nodes
+        only = Constraints(nodes=(head.node_id, leaver.node_id, last.node_id))
+        await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+        await cluster.ask(origin, cluster.request((1,), 2))
+        times: list[float] = []
+        token = trio.Event()
+
+        def came(index: int) -> None:
+            times.append(trio.current_time())
+            if index == 20:
+                token.set()
+
+        async def go() -> None:
+            await token.wait()
+            with trio.move_on_after(SLOW.load_seconds / 2 if how == "leaves and is killed" else math.inf):
+                if how != "is killed":
+                    await leaver.serving.leave("node left")
+                    await leaver.mesh.leave()
+            cluster.kill(leaver)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(go)
+            answer = await cluster.ask(origin, cluster.request((1, 2), TOKENS), came)
+        assert answer == exact_answer((1, 2), 7, TOKENS)
+        return max(after - before for before, after in pairwise(times))
+    raise AssertionError
 
 
 def is_whole_again(node: SimNode) -> bool:

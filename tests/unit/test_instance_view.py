@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshinfer.base.ids import ModelId, NodeId, instance_id_for
 from meshinfer.serving.acquaintance import STRANGER_SECONDS, Acquaintance
-from meshinfer.serving.view import instances
+from meshinfer.serving.view import AHEAD, instances
 from meshinfer.testing.cards import node_card
 from meshinfer.topology.card import SeatReport
 from meshinfer.topology.graph import Topology
@@ -80,6 +80,12 @@ def test_only_the_newest_epoch_counts():
     cam = holding("cam", report(2, epoch=1))
     (instance,) = seen(ada, bea, cam)
     assert (instance.epoch, instance.placement, instance.state) == (2, OTHER, "loading")
+
+
+def test_what_is_loaded_ahead_is_no_instance_yet_and_changes_none():
+    ahead = holding("bea", report(0, epoch=AHEAD, placement=OTHER), placements=(OTHER,))
+    assert seen(ahead) == ()
+    assert seen(ahead, holding("ada", report(0))) == seen(holding("bea"), holding("ada", report(0)))
 
 
 def test_of_two_placements_in_one_epoch_the_lower_id_wins_everywhere():
