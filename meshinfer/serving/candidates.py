@@ -23,9 +23,9 @@ from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.failures import Failures, Rest
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.view import Instance
-from meshinfer.topology.card import NodeCard
+from meshinfer.topology.card import NodeCard, SeatReport
 from meshinfer.topology.graph import Topology
-from meshinfer.topology.placement import Placement
+from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import Place
 
 WARM_STATES = frozenset({"cut", "linking", "ready"})
@@ -68,7 +68,7 @@ class CandidateSource:
                 lost = [
                     index
                     for index, (seat, report) in enumerate(zip(old.placement.seats, old.reports, strict=True))
-                    if report is None or report.state not in WARM_STATES or seat.node_id not in here
+                    if seat.node_id not in here or not _is_warm(seat, report, old.instance_id, among)
                 ]
                 chunk = self._ports.settings.prefill_chunk_tokens
                 plans = [*repairs(old.placement, lost, among, card, prefill_chunk_tokens=chunk), *plans]
@@ -127,6 +127,16 @@ class CandidateSource:
             orders = ([seat.node_id for seat in each.placement.seats] for each in preview.plans)
             self._ports.want_links(hop for order in orders for hop in cycle_hops(order))
         return preview
+
+
+def _is_warm(seat: Seat, report: SeatReport | None, instance_id: InstanceId, among: Topology) -> bool:
+    """Its node has these layers in memory: of this epoch, or of an older one if this one was left half made."""
+    if report is not None and report.state == "failed":
+        return False
+    card = among.by_id[seat.node_id]
+    held = {placement.placement_id: placement for placement in card.placements}
+    warm = [each for each in card.seats if each.instance_id == instance_id and each.state in WARM_STATES]
+    return any(seat in held[each.placement_id].seats for each in warm if each.placement_id in held)
 
 
 def answers(placement: Placement, ask: Place) -> bool:

@@ -7,26 +7,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trio
 from trio.testing import MockClock
 
-from meshinfer.base.errors import NoRoom
 from meshinfer.base.ids import NodeId
 from meshinfer.config import Settings
 from meshinfer.planning.workload import Constraints, Workload
-from meshinfer.serving.failures import LONGEST_REST_SECONDS
 from meshinfer.serving.model_cards import ModelCards
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.service import Serving
 from meshinfer.testing.cluster import WORKLOAD, Cluster
-from meshinfer.testing.engine import Step, exact_answer
 from meshinfer.testing.network import SimNetwork
 from meshinfer.testing.phantoms import dense_model, forty_sites
 from meshinfer.wire.messages import ModelInfo, Place
-
-MOST_EPOCHS = 6
-"""Within an answer that never comes on: it outlives rests of two, four, and perhaps eight seconds."""
 
 
 def simulate(cluster: Cluster, scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
@@ -57,32 +50,6 @@ def test_what_runs_stays_the_choice_of_equals() -> None:
         assert other.node_ids[0] not in (await planner.preview(model_id, WORKLOAD, barred)).plans[0].placement.node_ids
 
     simulate(Cluster(random.Random(1)), scenario, 4)
-
-
-def test_a_runner_that_dies_again_and_again_rests_longer_and_longer_where_nobody_else_can_take_its_seat() -> None:
-    async def scenario(cluster: Cluster) -> None:
-        origin = cluster.nodes[0]
-        await cluster.ask(origin, cluster.request((1, 2), 2))
-        bad = origin.instances()[0].placement.node_ids[0]
-        deaths: list[float] = []
-
-        def witness(step: Step) -> None:
-            if step.node_id == bad:
-                deaths.append(trio.current_time())
-                for runner in cluster.fabric.runners_of(bad):
-                    runner.die("killed by SIGKILL")
-
-        cluster.fabric.witness = witness
-        with pytest.raises(NoRoom, match=r"its runner failed \d times .*killed by SIGKILL"):
-            await cluster.ask(origin, cluster.request((5,), 20, deadline_seconds=100))
-        assert len(deaths) <= MOST_EPOCHS
-        cluster.fabric.witness = lambda step: None
-        await trio.sleep(LONGEST_REST_SECONDS)
-        assert await cluster.ask(origin, cluster.request((5,), 3)) == exact_answer((5,), 7, 3), (
-            "it was mended meanwhile"
-        )
-
-    simulate(Cluster(random.Random(1)), scenario, 2)
 
 
 async def test_candidates_over_links_that_are_only_estimated_have_them_measured(tmp_path: Path) -> None:

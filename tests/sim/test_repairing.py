@@ -1,0 +1,160 @@
+"""Repairs that cannot be made, or not yet: who waits how long, and who does not wait at all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from itertools import combinations
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from meshinfer.base.errors import NoRoom, UnknownModel
+from meshinfer.base.ids import ModelId
+from meshinfer.base.units import MIB
+from meshinfer.planning.workload import Constraints
+from meshinfer.serving.election import elect
+from meshinfer.serving.failures import LONGEST_REST_SECONDS
+from meshinfer.serving.view import Instance
+from meshinfer.testing.cards import model_card
+from meshinfer.testing.chaos_room import NODE_BYTES
+from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
+from meshinfer.testing.engine import Step, exact_answer
+from meshinfer.wire.messages import Done, Place, SeatRef
+
+MOST_EPOCHS = 6
+"""Within an answer that never comes on: it outlives rests of two, four, and perhaps eight seconds."""
+
+
+def simulate(cluster: Cluster, scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
+    async def main() -> None:
+        async with cluster.running(count):
+            await scenario(cluster)
+        assert cluster.network.failures == []
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_runner_that_dies_again_and_again_rests_longer_and_longer_where_nobody_else_can_take_its_seat() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        origin = cluster.nodes[0]
+        await cluster.ask(origin, cluster.request((1, 2), 2))
+        bad = origin.instances()[0].placement.node_ids[0]
+        deaths: list[float] = []
+
+        def witness(step: Step) -> None:
+            if step.node_id == bad:
+                deaths.append(trio.current_time())
+                for runner in cluster.fabric.runners_of(bad):
+                    runner.die("killed by SIGKILL")
+
+        cluster.fabric.witness = witness
+        with pytest.raises(NoRoom, match=r"its runner failed \d times .*killed by SIGKILL"):
+            await cluster.ask(origin, cluster.request((5,), 20, deadline_seconds=100))
+        assert len(deaths) <= MOST_EPOCHS
+        cluster.fabric.witness = lambda step: None
+        await trio.sleep(LONGEST_REST_SECONDS)
+        assert await cluster.ask(origin, cluster.request((5,), 3)) == exact_answer((5,), 7, 3), (
+            "it was mended meanwhile"
+        )
+
+    simulate(Cluster(random.Random(1)), scenario, 2)
+
+
+@pytest.mark.parametrize("seat", [0, 2])
+def test_a_planner_that_is_lost_after_one_commit_costs_no_layers_that_are_warm(seat: int) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        members = {node.node_id: node for node in cluster.nodes}
+        first = elect(cluster.model.model_id, members)[0]
+        planner, others = members[first], [node for node in cluster.nodes if node.node_id != first]
+        origin = others[0]
+        among = Constraints(nodes=tuple(node.node_id for node in others[1:4]))
+        await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, among))
+        await cluster.ask(origin, cluster.request((1, 2), 2))
+        before = origin.instances()[0]
+        nodes = before.placement.node_ids
+
+        def half_made(node: SimNode) -> None:
+            really = node.serving.seats.commit
+
+            async def commit(ref: SeatRef) -> Done:
+                if ref.epoch != before.epoch + 1:
+                    return await really(ref)
+                if node.node_id == nodes[seat]:
+                    await really(ref)
+                    cluster.kill(planner)
+                await trio.sleep_forever()  # nobody else hears of this one
+                raise AssertionError
+
+            node.serving.seats.commit = commit  # type: ignore[method-assign]
+
+        for node in others:
+            half_made(node)
+        cluster.kill(members[nodes[1]])
+        assert await cluster.ask(origin, cluster.request((3,), 5)) == exact_answer((3,), 7, 5)
+        (now,) = origin.instances()
+        assert now.epoch == before.epoch + 2
+        assert (now.placement.node_ids[0], now.placement.node_ids[2]) == (nodes[0], nodes[2])
+
+    simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 8)
+
+
+def test_an_answer_that_has_begun_outlives_a_while_in_which_nobody_holds_the_files() -> None:
+    """The only node that lists them is the one that was lost, and is about to come back."""
+
+    async def scenario(cluster: Cluster) -> None:
+        origin = cluster.nodes[0]
+        await cluster.ask(origin, cluster.request((1, 2), 2))
+        placer, back_at = origin.serving.placer, 0.0
+        really = placer.ready_instance
+
+        async def ready_instance(*arguments: object) -> Instance:
+            if trio.current_time() < back_at:
+                raise UnknownModel("no live node holds it")
+            return await really(*arguments)  # type: ignore[arg-type]
+
+        def on_token(index: int) -> None:
+            nonlocal back_at
+            if index == 5:
+                back_at = trio.current_time() + 5.0
+                for node in origin.instances()[0].placement.node_ids:
+                    for runner in cluster.fabric.runners_of(node):
+                        runner.die("killed by SIGKILL")
+
+        placer.ready_instance = ready_instance  # type: ignore[method-assign]
+        assert await cluster.ask(origin, cluster.request((3,), 20), on_token) == exact_answer((3,), 7, 20)
+        back_at = trio.current_time() + 5.0
+        with pytest.raises(UnknownModel):  # who has no word yet is told at once
+            await cluster.ask(origin, cluster.request((4,), 2))
+
+    simulate(Cluster(random.Random(1)), scenario, 3)
+
+
+def test_a_repair_that_waits_for_silent_nodes_holds_up_no_other_model() -> None:
+    names = [ModelId(f"tiny/{index}") for index in range(8)]
+    models = [model_card((MIB,), model_id=name) for name in names]
+
+    async def scenario(cluster: Cluster) -> None:
+        members = {node.node_id: node for node in cluster.nodes}
+        both, planner = next(
+            (pair, members[elect(pair[0], members)[0]])
+            for pair in combinations(names, 2)
+            if elect(pair[0], members)[0] == elect(pair[1], members)[0]
+        )
+        host = next(node for node in cluster.nodes if node is not planner)
+        for name in both:
+            await planner.serving.planner.place(Place(name, WORKLOAD, Constraints(nodes=(host.node_id,))))
+        await cluster.until(lambda: [each.state for each in host.instances()] == ["ready", "ready"])
+        begun: set[ModelId] = set()
+
+        async def repair(instance: Instance) -> None:
+            begun.add(instance.placement.model_id)
+            await trio.sleep_forever()
+
+        planner.serving.planner.repair = repair  # type: ignore[method-assign]
+        for runner in cluster.fabric.runners_of(host.node_id):
+            runner.die("killed by SIGKILL")
+        await cluster.until(lambda: begun == set(both))
+
+    simulate(Cluster(random.Random(1), others=models), scenario, 3)
