@@ -231,6 +231,8 @@ def up(
         try:
             trio.run(run)
         except BaseExceptionGroup as group:
+            if group.subgroup(KeyboardInterrupt):  # a second Ctrl-C: whoever typed it knows why
+                raise typer.Exit(128 + signal.SIGINT) from None
             raise (_the_one_to_tell(group) or group) from group
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -212,7 +212,7 @@ def test_a_second_ctrl_c_does_not_wait_for_answers(running: RunningAgent):
         running.process.send_signal(signal.SIGINT)
         wait_until(lambda: httpx.get(f"{running.url}/readyz", timeout=10).status_code == 503, 10, "it is leaving")
         running.process.send_signal(signal.SIGINT)
-        running.process.wait(STOP_SECONDS)
+        assert running.process.wait(STOP_SECONDS) == 128 + signal.SIGINT
         with contextlib.suppress(httpx.RemoteProtocolError):
             assert "data: [DONE]" not in list(lines)
     _, alive = psutil.wait_procs(runners, timeout=STOP_SECONDS)
