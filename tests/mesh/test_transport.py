@@ -409,6 +409,18 @@ async def test_gossip_goes_both_ways_though_the_connection_that_it_began_on_brok
     assert not broken
 
 
+async def test_what_gossip_keeps_of_old_messages_is_bounded(nodes: Nodes):
+    """The library keeps a thousand whole ones: an idle agent would grow for half an hour."""
+    author, reader = await nodes.start("author"), await nodes.start("reader")
+    await connect(author, reader)
+    most = hardening.REMEMBERED_MESSAGES
+    with trio.fail_after(PATIENCE_SECONDS):
+        while reader.statistics().gossip_received < 2 * most:
+            await author.publish(b"another")
+            await trio.lowlevel.checkpoint()
+    assert [len(node._router.equivocation_detection) for node in (author, reader)] == [most, most]
+
+
 async def test_gossip_is_heard_after_a_quick_restart(nodes: Nodes):
     """The library counts from the second of its start; who restarts soon would pass for a repetition."""
     reader = await nodes.start("reader")
@@ -537,7 +549,7 @@ class Without:
     [
         ("host", hardening._HOST_NAMES),
         ("pubsub", hardening._PUBSUB_NAMES),
-        ("router", hardening._ROUTER_TASKS),
+        ("router", hardening._ROUTER_NAMES),
         ("swarm", hardening._SWARM_NAMES),
         ("upgrader", hardening._UPGRADER_NAMES),
     ],
