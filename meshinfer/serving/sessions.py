@@ -115,7 +115,10 @@ class Sessions:
         """Own the tasks of all requests until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            await trio.sleep_forever()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
 
     async def ready(self) -> tuple[bool, str]:
         """Whether a request would get as far as its instance: the tasks that carry it run; and why not."""

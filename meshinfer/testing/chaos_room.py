@@ -282,6 +282,9 @@ class _Run:
             await trio.sleep(random.Random(seed).uniform(0, 0.5))  # noqa: S311 - it replays
         answer = Answer(name, exact_answer(prompt, seed, count), DEADLINE_SECONDS, shared_time())
         self.answers.append(answer)
+        if origin.node_id in self.dead:  # nobody is there to connect to
+            answer.origin_was_lost, answer.error, answer.ended_at = True, "connection", shared_time()
+            return
         await self._ask(answer, origin, prompt, seed)
 
     async def _ask(self, answer: Answer, origin: SimNode, prompt: tuple[int, ...], seed: int) -> None:
