@@ -58,6 +58,7 @@ _UPGRADER_NAMES = ("upgrade_security", "upgrade_connection", "security_multistre
 _PUBSUB_NAMES = (
     *_PUBSUB_TASKS,
     "_handle_new_peer",
+    "_handle_dead_peer",
     "counter",
     "write_msg",
     "_forget_all_subscriptions",
@@ -205,12 +206,21 @@ def _open_until_it_works(pubsub: Pubsub) -> None:
     peer is connected; so all are of that kind.
     """
     open_stream = pubsub._handle_new_peer  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    opening: dict[ID, trio.Lock] = {}
 
     async def open_or_try_again(peer_id: ID) -> None:
+        # One at a time: of two streams to one peer the library forgets the first, with the task that writes to it.
+        lock = opening.setdefault(peer_id, trio.Lock())
         try:
-            await open_stream(peer_id)
+            async with lock:
+                await open_stream(peer_id)
         except Exception as error:
             raise SwarmException(f"no gossip stream to {peer_id}: {error!r}") from error
+        finally:
+            if not lock.locked():
+                opening.pop(peer_id, None)
+        if peer_id in pubsub.peers and not pubsub._peer_is_connected(peer_id):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            pubsub._handle_dead_peer(peer_id)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
     pubsub._handle_new_peer = open_or_try_again  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
