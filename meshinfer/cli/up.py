@@ -239,17 +239,22 @@ def up(
 
 
 async def _cancel_on_signal(scope: trio.CancelScope) -> None:
-    """Ends the agent politely. Once this is cancelled, signals have their usual, sudden effect again."""
+    """Ends the agent politely at the first signal; once this is cancelled, the next one ends it in whatever it is doing."""
     import trio
 
     ending = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` means to stay
         ending.append(signal.SIGHUP)
-    with trio.open_signal_receiver(*ending) as signals:
-        async for _ in signals:
-            with suppress(OSError):  # a terminal that is closed shows nothing any more
-                err.print("leaving …", style="dim")
-            _leave(scope)
+    try:
+        with trio.open_signal_receiver(*ending) as signals:
+            async for _ in signals:
+                with suppress(OSError):  # a terminal that is closed shows nothing any more
+                    err.print("leaving …", style="dim")
+                _leave(scope)
+    finally:
+        # No exception: raised in the middle of a library, it may be taken for that library's own and be lost.
+        for number in ending:
+            signal.signal(number, lambda number, _: os._exit(128 + number))
 
 
 async def _cancel_at_end_of_stdin(scope: trio.CancelScope) -> None:
