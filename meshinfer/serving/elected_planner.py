@@ -219,7 +219,9 @@ class ElectedPlanner:
                     do="`meshinfer plan` shows every candidate with its numbers",
                 )
             for candidate in plans:
-                tried = await self._load_ahead(going_on, epoch, candidate) if going_on else Tried("", epoch)
+                tried = Tried("", epoch)
+                if going_on:
+                    tried = await self._load_ahead(going_on, epoch, candidate, begun_epoch)
                 if not tried.why:
                     tried = await self._try(instance_id, epoch, candidate, begun_epoch)
                 if tried.why == "":
@@ -236,7 +238,7 @@ class ElectedPlanner:
                 break
         raise error(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
 
-    async def _load_ahead(self, old: Instance, epoch: int, candidate: Plan) -> Tried:
+    async def _load_ahead(self, old: Instance, epoch: int, candidate: Plan, begun_epoch: int) -> Tried:
         """Have the seats loaded that `candidate` has beyond `old`, while `old` goes on.
 
         Nothing is done where the nodes of `old` would have to load, too: they have memory for one of the two only.
@@ -250,7 +252,7 @@ class ElectedPlanner:
         if not nodes.isdisjoint(old.placement.node_ids):
             return Tried("", epoch)
         placed = Placed(old.instance_id, AHEAD, placement)
-        _, tried = await self._calls.lease_all(old.instance_id, AHEAD, candidate, epoch, seats)
+        _, tried = await self._calls.lease_all(old.instance_id, AHEAD, candidate, begun_epoch, seats)
         if not tried.why:
             tried = await self._calls.commit_all(placed, nodes)
         if not tried.why:

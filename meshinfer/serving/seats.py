@@ -166,6 +166,8 @@ class _Seat:
     error_code: str = ""
     warm_bytes: int = 0
     """cut: what its runner still holds, until somebody needs it."""
+    others_load: bool = False
+    """Some seat beside it is not loaded yet."""
     alone_since: float | None = None
     """Since when a seat beside it has been missing from the view; None while all are there."""
     linked: bool = False
@@ -185,6 +187,11 @@ class _Seat:
     def runs(self) -> bool:
         """It has a runner."""
         return self.state in {"loading", "linking", "ready", "cut"}
+
+    @property
+    def makes_progress(self) -> bool:
+        """It does, or there is something wrong with it. One that is loaded waits for all others, whose own clocks run."""
+        return self.state == "loading" or (self.state == "linking" and not self.others_load)
 
     @property
     def is_warm(self) -> bool:
@@ -500,9 +507,14 @@ class SeatLedger:
             if seat.key.epoch == AHEAD:
                 # It is no part of what runs, and no reason to end it, until the epoch that it was for does without it.
                 is_unwanted = self._node_id not in instance.placement.node_ids
-                if instance.epoch >= seat.begun_epoch and is_unwanted:
+                # One that is half made may be followed by another that its planner tries: for that it may be here.
+                if instance.epoch >= seat.begun_epoch and is_unwanted and not instance.is_half_made:
                     effects += self._drop(seat, f"epoch {instance.epoch} does without it")
                 continue
+            others_load = instance.epoch == seat.key.epoch and instance.loads_beside(seat.key.seat_index)
+            if seat.others_load and not others_load and seat.state == "linking":
+                seat.last_progress_at = now  # only from here on is it for this seat to be linked
+            seat.others_load = others_load
             gone = [node for node in seat.placement.node_ids if node not in not_lost]
             if instance.epoch > seat.key.epoch and (self._is_awaited(seat) or instance.is_half_made):
                 # The news of the lease may be quicker than the commit: a repair would load what is here already. And it
@@ -537,7 +549,7 @@ class SeatLedger:
                 effects += self._drop(seat, f"no epoch wanted it within {AHEAD_SECONDS:.0f} s")
             elif seat.alone_since is not None and now >= seat.alone_since + MISSING_GRACE_SECONDS:
                 effects += self._cut(seat, "another seat of its instance is missing", now)
-            elif seat.state in {"loading", "linking"} and now >= seat.last_progress_at + self._load_stall_seconds:
+            elif seat.makes_progress and now >= seat.last_progress_at + self._load_stall_seconds:
                 effects += self.fail(
                     seat.key, f"no progress for {self._load_stall_seconds:.0f} s while {seat.state}", now
                 )
@@ -551,7 +563,7 @@ class SeatLedger:
                 due.append(seat.lapses_at)
             if seat.alone_since is not None:
                 due.append(seat.alone_since + MISSING_GRACE_SECONDS)
-            if seat.state in {"loading", "linking"}:
+            if seat.makes_progress:
                 due.append(seat.last_progress_at + self._load_stall_seconds)
         return min(due, default=None)
 

@@ -56,6 +56,11 @@ class Instance:
         """Some seat is no more than leased: without its planner, this will come to nothing."""
         return any(report is None or report.state == "leased" for report in self.reports)
 
+    def loads_beside(self, seat_index: int) -> bool:
+        """Some other seat than that one is there, and its layers are not in memory yet."""
+        others = (report for index, report in enumerate(self.reports) if index != seat_index)
+        return any(report is not None and report.state in {"leased", "loading"} for report in others)
+
 
 def instances(topology: Topology, strangers: Collection[NodeId] = ()) -> tuple[Instance, ...]:
     """Every instance that some live node announces a seat of, newest epoch only, sorted by id.

@@ -20,6 +20,7 @@ from meshinfer.serving.seats import (
     StopRunner,
 )
 from meshinfer.serving.view import Instance
+from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import Deletion, SeatRef
 from meshinfer.wire.runner_control import ChannelLost, Linked, Loaded, Loading, RunnerFailed
@@ -390,3 +391,42 @@ def test_seats_that_are_not_ours_are_refused() -> None:
         ledger().lease(SeatKey(INSTANCE, 1, 1), placement(), 1, now=0.0)
     with pytest.raises(BadInput, match="not this node's"):
         ledger().lease(SeatKey(INSTANCE, 1, 7), placement(), 1, now=0.0)
+
+
+def beside(other: SeatState, epoch: int = 1) -> Instance:
+    """While ours is loaded and waits."""
+    states: tuple[SeatState, ...] = ("linking", other)
+    reports = tuple(
+        SeatReport(INSTANCE, epoch, placement().placement_id, index, state, 0.5, MIB, 0, 0)
+        for index, state in enumerate(states)
+    )
+    return Instance(INSTANCE, epoch, placement(), "loading", 0.5, reports)
+
+
+@pytest.mark.parametrize("state", ["leased", "loading"])
+def test_a_loaded_seat_waits_for_as_long_as_another_loads_and_is_to_be_linked_in_time_from_then_on(
+    state: SeatState,
+) -> None:
+    book = ledger()
+    book.lease(key(), placement(), 60 * MIB, 0.0)
+    book.commit(ref(), 0.0)
+    assert book.view_changed([beside(state)], frozenset((ME, OTHER)), 1.0) == []
+    book.runner_said(key(), Loaded(50 * MIB, 60 * MIB, 1.0), 2.0)
+    assert book.next_wakeup() is None
+    assert book.tick(3600.0) == []
+    assert book.view_changed([beside("loading")], frozenset((ME, OTHER)), 3600.0) == []
+    assert book.view_changed([beside("linking")], frozenset((ME, OTHER)), 3601.0) == []
+    assert book.next_wakeup() == 3631.0
+    assert book.tick(3630.9) == []
+    assert [type(effect) for effect in book.tick(3631.0)] == [StopRunner]
+    assert "while linking" in book.reports()[0].error
+
+
+def test_one_that_loads_has_its_own_time_whatever_the_others_do() -> None:
+    book = ledger()
+    book.lease(key(), placement(), 60 * MIB, 0.0)
+    book.commit(ref(), 0.0)
+    assert book.view_changed([beside("loading")], frozenset((ME, OTHER)), 1.0) == []
+    assert book.view_changed([beside("linking")], frozenset((ME, OTHER)), 20.0) == []
+    assert [type(effect) for effect in book.tick(30.0)] == [StopRunner]
+    assert "while loading" in book.reports()[0].error

@@ -18,6 +18,7 @@ from meshinfer.serving.seats import (
     StopRunner,
 )
 from meshinfer.serving.view import AHEAD, Instance
+from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import Deletion, SeatRef
 from meshinfer.wire.runner_control import Linked, Listening, Loaded, Loading
@@ -90,9 +91,24 @@ def test_it_lapses_if_no_epoch_wants_it() -> None:
     assert book.promised_bytes == 0
 
 
+def reports(epoch: int, *states: SeatState) -> tuple[SeatReport, ...]:
+    return tuple(
+        SeatReport(INSTANCE, epoch, PRESENT.placement_id, index, state, 0.0, MIB, 0, 0)
+        for index, state in enumerate(states)
+    )
+
+
 def test_it_ends_when_the_epoch_that_it_was_for_does_without_it() -> None:
     book = loaded_ahead()
-    assert [type(effect) for effect in book.view_changed([present(4)], LIVE, 2.0)] == [StopRunner]
+    made = replace(present(4), reports=reports(4, "loading", "linking"))
+    assert [type(effect) for effect in book.view_changed([made], LIVE, 2.0)] == [StopRunner]
+
+
+def test_an_epoch_that_is_given_up_before_it_is_made_does_not_end_what_is_loaded_for_the_next_try() -> None:
+    book = loaded_ahead()
+    tried = replace(present(4), state="loading", reports=reports(4, "leased", "loading"))
+    assert book.view_changed([tried], LIVE, 2.0) == []
+    assert book.view_changed([replace(tried, reports=(tried.reports[0], None))], LIVE, 2.0) == []
 
 
 def test_the_loss_of_the_node_that_it_was_loaded_for_leaves_it_to_the_repair() -> None:
