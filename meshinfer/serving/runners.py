@@ -62,7 +62,10 @@ class Runner(Protocol):
         ...
 
     async def send(self, message: AgentMessage) -> None:
-        """Raises trio.BrokenResourceError or trio.ClosedResourceError if the runner is gone."""
+        """Messages arrive in the order in which this was called.
+
+        Raises trio.BrokenResourceError or trio.ClosedResourceError if the runner is gone.
+        """
         ...
 
     async def listen(self, heard: Callable[[RunnerMessage], Awaitable[None]]) -> str:

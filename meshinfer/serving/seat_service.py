@@ -287,7 +287,14 @@ class SeatService:
     # --- effects --------------------------------------------------------------------------------
 
     async def _perform(self, effects: list[SeatEffect]) -> None:
-        """Stops are waited for (the memory is free afterwards), starts go on in the background."""
+        """Stops are waited for (the memory is free afterwards), starts go on in the background.
+
+        Rebindings come first, and take effect before anything is waited for: who acts on the ledger's next decision must
+        find the process under the name that the ledger has for it.
+        """
+        for effect in effects:
+            if isinstance(effect, RebindRunner):
+                await self._rebind(effect)
         async with trio.open_nursery() as stopping:
             for effect in effects:
                 if isinstance(effect, StopRunner) and (starting := self._starting.get(effect.key)):
@@ -296,9 +303,7 @@ class SeatService:
                     log.info("seat %s: stopping its runner: %s", effect.key, effect.reason)
                     stopping.start_soon(partial(held.runner.stop, at_once=effect.at_once))
         for effect in effects:
-            if isinstance(effect, RebindRunner):
-                await self._rebind(effect)
-            elif isinstance(effect, StartRunner) and self._nursery is not None:
+            if isinstance(effect, StartRunner) and self._nursery is not None:
                 self._nursery.start_soon(self._run_seat, effect.key, effect.placement)
         self._announce()
         self._stirred.set()
@@ -341,7 +346,7 @@ class SeatService:
         )
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._link, held)
+                nursery.start_soon(self._link, held.linking, key, placement, runner)
                 if key not in self._ledger.running():  # released while it started
                     await runner.stop()
                 try:
@@ -356,23 +361,26 @@ class SeatService:
         await self._perform(self._ledger.fail(held.key, why, trio.current_time()))
 
     async def _rebind(self, effect: RebindRunner) -> None:
-        """The runner of the old epoch's seat goes on as the new one's."""
-        held = self._held.get(effect.old)
+        """The runner of the old epoch's seat goes on as the new one's.
+
+        It is the new one's from the call on. What is sent to it under that name (a channel, the rebinding after this one)
+        gets there after this has, since messages arrive in the order of their sending.
+        """
+        held = self._held.pop(effect.old, None)
         try:
             if held is None:
                 raise trio.ClosedResourceError  # noqa: TRY301 - the same as if it had gone a moment later
-            # First, so that whatever is sent to it under the new key finds it changed.
+            self._held[effect.key] = held
+            held.key, held.placement = effect.key, effect.placement
+            held.linking.cancel()
+            linking = held.linking = trio.CancelScope()
             await held.runner.send(Rebind(effect.key.epoch, effect.placement, effect.key.seat_index))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await self._perform(self._ledger.fail(effect.key, "its warm runner is gone", trio.current_time()))
             return
-        held.linking.cancel()
-        del self._held[effect.old]
-        held.key, held.placement, held.linking = effect.key, effect.placement, trio.CancelScope()
-        self._held[effect.key] = held
         log.info("seat %s: goes on with the layers of epoch %d", effect.key, effect.old.epoch)
         if self._nursery is not None:
-            self._nursery.start_soon(self._link, held)
+            self._nursery.start_soon(self._link, linking, effect.key, effect.placement, held.runner)
 
     def _may_start_spare(self) -> bool:
         """There is memory for a runner beyond what is promised, and nothing loads or is about to that it would slow down."""
@@ -411,12 +419,12 @@ class SeatService:
         else:
             self._announce()
 
-    async def _link(self, held: _Held) -> None:
+    async def _link(self, linking: trio.CancelScope, key: SeatKey, placement: Placement, runner: Runner) -> None:
         """Open the channel that this seat dials: to the next stage, or from the last one to the head."""
-        if held.key.epoch == AHEAD:  # there is nobody to be linked with yet
+        if key.epoch == AHEAD:  # there is nobody to be linked with yet
             return
-        with held.linking:
-            await self._open_channel(held.key, held.placement, held.runner)
+        with linking:  # its own: its runner may be another seat's, with another task, before this one begins
+            await self._open_channel(key, placement, runner)
 
     async def _open_channel(self, key: SeatKey, placement: Placement, runner: Runner) -> None:
         last = len(placement.seats) - 1

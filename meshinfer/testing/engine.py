@@ -256,6 +256,7 @@ class FakeRunner:
         """role → the runner that we dialled."""
         self._listening: Listening | None = None
         self._heard = trio.Event()
+        self._send_lock = trio.Lock()
         self._inbox_send, self._inbox = trio.open_memory_channel[AgentMessage](64)
         self._outbox_send, self._outbox = trio.open_memory_channel[RunnerMessage](1024)
         self._nursery: trio.Nursery | None = None
@@ -291,7 +292,11 @@ class FakeRunner:
         return self._heard
 
     async def send(self, message: AgentMessage) -> None:
-        await trio.lowlevel.checkpoint()
+        async with self._send_lock:  # keeps the order, as a real one's does
+            await trio.lowlevel.checkpoint()
+            self._take(message)
+
+    def _take(self, message: AgentMessage) -> None:
         if self.dead:
             raise trio.BrokenResourceError
         match message:

@@ -1,0 +1,103 @@
+"""One process is one seat after another of its instance, however close together they are decided.
+
+Whole agents, exact engine, virtual time. A rebinding is sent to the process; what is decided meanwhile finds it all the same.
+"""
+
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import trio
+import trio.testing
+
+from meshinfer.serving.seats import SeatKey
+from meshinfer.serving.view import Instance
+from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
+from meshinfer.testing.cluster import Cluster, SimNode
+from meshinfer.testing.engine import FakeRunner
+from meshinfer.wire.messages import Lease, SeatRef
+from meshinfer.wire.runner_control import AgentMessage
+
+Clock = trio.testing.MockClock
+INDEX = 1
+"""Of the seat that is looked at."""
+
+
+@dataclass(eq=False)
+class Slow:
+    """One node's only runner, which reads nothing until it may."""
+
+    cluster: Cluster
+    node: SimNode
+    runner: FakeRunner
+    instance: Instance
+    may_read: trio.Event = field(default_factory=trio.Event)
+
+    async def lease(self, epoch: int) -> None:
+        instance = self.instance
+        ask = Lease(instance.instance_id, epoch, instance.placement, INDEX, 1, epoch)
+        assert (await self.node.serving.seats.lease(ask, self.node.node_id)).granted
+
+    async def commit(self, epoch: int) -> None:
+        await self.node.serving.seats.commit(self.ref(epoch))
+
+    def ref(self, epoch: int) -> SeatRef:
+        return SeatRef(self.instance.instance_id, epoch, self.instance.placement.placement_id)
+
+    def seat(self, epoch: int) -> SeatKey:
+        return SeatKey(self.instance.instance_id, epoch, INDEX)
+
+
+@asynccontextmanager
+async def slow(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Slow]:
+    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SPEED)
+    async with cluster.running(4):
+        await cluster.ask(cluster.nodes[3], cluster.request((1,), 3))
+        (instance,) = cluster.nodes[0].instances()
+        node = cluster.node_of(instance.placement.seats[INDEX].node_id)
+        assert node is not None
+        (runner,) = cluster.fabric.runners_of(node.node_id)
+        case = Slow(cluster, node, runner, instance)
+        send, lock = runner.send, trio.Lock()
+
+        async def send_later(message: AgentMessage) -> None:
+            async with lock:
+                await case.may_read.wait()
+                await send(message)
+
+        monkeypatch.setattr(runner, "send", send_later)
+        with node.clocks.worn():
+            yield case
+    assert cluster.network.failures == []
+
+
+async def test_the_epoch_after_the_next_goes_on_with_the_layers_while_the_next_is_still_told(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with slow(monkeypatch) as case:
+        async with trio.open_nursery() as nursery:
+            for epoch in (2, 3):
+                await case.lease(epoch)
+                nursery.start_soon(case.commit, epoch)
+                await trio.testing.wait_all_tasks_blocked()
+            assert case.node.serving.seats.runner_pids() == {case.seat(3): case.runner.pid}
+            case.may_read.set()
+        assert case.node.serving.seats.runner_pids() == {case.seat(3): case.runner.pid}
+        await case.cluster.until(lambda: case.runner.seat is not None and case.runner.seat.epoch == 3)
+
+
+async def test_what_is_freed_while_its_process_is_told_of_it_leaves_no_process(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with slow(monkeypatch) as case:
+        async with trio.open_nursery() as nursery:
+            await case.lease(2)
+            nursery.start_soon(case.commit, 2)
+            await trio.testing.wait_all_tasks_blocked()
+            assert (await case.node.serving.seats.release(case.ref(2))).freed_bytes > 0
+            assert not case.runner.is_alive, "its memory is free once that is said"
+            case.may_read.set()
+        await case.cluster.until(lambda: not case.node.serving.seats.runner_pids())
+        assert case.cluster.fabric.runners_of(case.node.node_id) == []
