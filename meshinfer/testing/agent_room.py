@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -66,6 +66,8 @@ class AgentRoom(Generic[M]):
         """And not started again."""
         self.left: set[str] = set()
         """Asked to leave, and not started again."""
+        self._pool = ThreadPoolExecutor(MOST_AGENTS)
+        self._starting: list[Future[RunningAgent]] = []
         self.keeps_logs = False
         """What is in its directory stays, for whoever looks into what happened."""
         self._environment = {**os.environ, JOIN_CODE_VARIABLE: new_join_code().reveal()}
@@ -88,16 +90,15 @@ class AgentRoom(Generic[M]):
         return self.agents[name]
 
     def restart(self) -> None:
-        """Who was killed or has left, all at once."""
-        with ThreadPoolExecutor(MOST_AGENTS) as pool:
-            for started in [pool.submit(self.start, name) for name in sorted(self.killed | self.left)]:
-                started.result()
+        """Who was killed, all at once, while other things are done; `wait_settled` waits for them."""
+        self._starting = [self._pool.submit(self.start, name) for name in sorted(self.killed | self.left)]
 
     def end(self) -> None:
         """All at once, politely."""
         for name in list(self.stopped):
             self.wake(name)
-        with ThreadPoolExecutor(MOST_AGENTS) as pool:
+        wait(self._starting)
+        with self._pool as pool:
             ends = [pool.submit(agent_process.end, one.process, LEAVE_SECONDS) for one in self.agents.values()]
         for ended in ends:
             ended.result()
@@ -148,7 +149,9 @@ class AgentRoom(Generic[M]):
     # --- what they say --------------------------------------------------------------------------
 
     def wait_settled(self) -> None:
-        """Until all live agents see exactly each other, with links both ways."""
+        """Until all live agents, and those that are about to, see exactly each other, with links both ways."""
+        while self._starting:
+            self._starting.pop().result()
         ids = set(self.node_ids())
 
         def settled(agent: RunningAgent) -> bool:

@@ -136,7 +136,7 @@ class AgentChaos:
         self._expected: dict[str, str] = {}
 
     def play(self, scenario: Scenario, seed: int) -> Outcome:
-        """One run; afterwards the room is whole again. Again, if the fault came when the answer was there already."""
+        """One run; afterwards the room is about to be whole again. Again, if the fault came when the answer was there already."""
         for _ in range(TRIES):
             run = _Run(self._room, scenario, seed, self._expected)
             try:
@@ -167,8 +167,9 @@ class _Run:
         room = self.room
         self.rng = random.Random(f"{self.scenario.name} {self.seed}")  # noqa: S311 - it replays
         everyone = room.node_ids()
-        self.seats = self.rng.sample(everyone, min(self.scenario.stages, max(2, len(everyone) - 1)))
+        self.seats = self.rng.sample(everyone, min(self.scenario.stages, len(everyone)))
         room.place(self.seats)
+        room.wait_settled()
         self._learn_what_to_expect()
         self.k = self.rng.randrange(2, TOKENS // 2)  # the rest must take longer than making the fault
         self._cast()
@@ -214,7 +215,6 @@ class _Run:
         while self.to_undo:
             self.to_undo.pop()()
         self.room.restart()
-        self.room.wait_settled()
 
     def came_too_late(self, answer: Answer) -> bool:
         """Whether `answer` had its end before anything was done."""
