@@ -67,7 +67,8 @@ class AgentRoom(Generic[M]):
         self.left: set[str] = set()
         """Asked to leave, and not started again."""
         self._pool = ThreadPoolExecutor(MOST_AGENTS)
-        self._starting: list[Future[RunningAgent]] = []
+        self._starting: dict[str, Future[RunningAgent]] = {}
+        """Who is not in the mesh again, as far as anybody has looked."""
         self.keeps_logs = False
         """What is in its directory stays, for whoever looks into what happened."""
         self._environment = {**os.environ, JOIN_CODE_VARIABLE: new_join_code().reveal()}
@@ -91,13 +92,13 @@ class AgentRoom(Generic[M]):
 
     def restart(self) -> None:
         """Who was killed, all at once, while other things are done; `wait_settled` waits for them."""
-        self._starting = [self._pool.submit(self.start, name) for name in sorted(self.killed | self.left)]
+        self._starting = {name: self._pool.submit(self.start, name) for name in sorted(self.killed | self.left)}
 
     def end(self) -> None:
         """All at once, politely."""
         for name in list(self.stopped):
             self.wake(name)
-        wait(self._starting)
+        wait(self._starting.values())
         with self._pool as pool:
             ends = [pool.submit(agent_process.end, one.process, LEAVE_SECONDS) for one in self.agents.values()]
         for ended in ends:
@@ -130,6 +131,10 @@ class AgentRoom(Generic[M]):
         self.agents[name].signal(signal.SIGCONT)
         self.stopped.discard(name)
 
+    def settled(self) -> dict[str, RunningAgent]:
+        """Those that live and are not about to join."""
+        return {name: agent for name, agent in self.live().items() if name not in self._starting}
+
     def live(self) -> dict[str, RunningAgent]:
         return {name: agent for name, agent in self.agents.items() if agent.is_alive}
 
@@ -150,8 +155,8 @@ class AgentRoom(Generic[M]):
 
     def wait_settled(self) -> None:
         """Until all live agents, and those that are about to, see exactly each other, with links both ways."""
-        while self._starting:
-            self._starting.pop().result()
+        for starting in self._starting.values():
+            starting.result()
         ids = set(self.node_ids())
 
         def settled(agent: RunningAgent) -> bool:
@@ -159,6 +164,7 @@ class AgentRoom(Generic[M]):
             return nodes.keys() == ids and all(len(node["links"]) >= len(ids) - 1 for node in nodes.values())
 
         wait_for("all see each other", SETTLE_SECONDS, lambda: all(settled(one) for one in self.live().values()))
+        self._starting = {}
 
     def place(self, nodes: Sequence[NodeId], model_id: ModelId = MODEL) -> None:
         """Free what is placed, then an instance with a seat on each of `nodes`, ready everywhere."""
@@ -167,7 +173,7 @@ class AgentRoom(Generic[M]):
 
     def add(self, nodes: Sequence[NodeId], model_id: ModelId) -> None:
         """One more instance, with a seat on each of `nodes`; all are ready everywhere then."""
-        through = next(iter(self.live().values()))
+        through = next(iter(self.settled().values()))
         query = {"model_id": model_id, "context": CONTEXT_TOKENS, "concurrency": CONCURRENCY}
         previews = get(through, "/instance/previews", **query)["previews"]
         if previews[0]["error"]:
@@ -201,7 +207,7 @@ class AgentRoom(Generic[M]):
 
     def free(self) -> None:
         """Nothing is placed any more."""
-        through = next(iter(self.live().values()))
+        through = next(iter(self.settled().values()))
 
         for instance in instances(through):
             HTTP.delete(f"{through.url}/instance/{instance['instance_id']}")

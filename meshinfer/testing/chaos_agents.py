@@ -166,7 +166,7 @@ class _Run:
     def play(self) -> Outcome:
         room = self.room
         self.rng = random.Random(f"{self.scenario.name} {self.seed}")  # noqa: S311 - it replays
-        everyone = room.node_ids()
+        everyone = [agent.node_id for agent in room.settled().values()]
         self.seats = self.rng.sample(everyone, min(self.scenario.stages, len(everyone)))
         room.place(self.seats)
         room.wait_settled()
