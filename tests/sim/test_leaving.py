@@ -5,7 +5,7 @@ Whole agents, exact engine, virtual time. What the process around them does with
 
 import math
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -15,13 +15,15 @@ import trio
 import trio.testing
 
 from meshinfer.base.errors import NoRoom, PeerLost
+from meshinfer.base.ids import NodeId
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
+from meshinfer.serving.view import AHEAD
 from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.codec import encode
-from meshinfer.wire.messages import LEASE, PLACE, Lease, Place
+from meshinfer.wire.messages import LEASE, PLACE, Lease, LeaseAnswer, Place
 
 Clock = trio.testing.MockClock
 SLOW = replace(SPEED, load_seconds=2.0)
@@ -111,6 +113,36 @@ async def test_killed_while_it_is_loaded_elsewhere_it_costs_no_more_than_a_kill(
     killed = await longest_pause("is killed")
     both = await longest_pause("leaves and is killed")
     assert both < killed, "the repair goes on with what has been loaded by then"
+
+
+async def test_what_a_second_try_loads_ahead_is_of_the_hand_over_that_a_deletion_ends(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Lease] = []
+
+    def refuses_the_first(node: SimNode) -> Callable[[Lease, NodeId], Awaitable[LeaseAnswer]]:
+        lease = node.serving.seats.lease
+
+        async def ahead(ask: Lease, planner: NodeId) -> LeaseAnswer:
+            if ask.epoch == AHEAD:
+                asked.append(ask)
+                if len(asked) == 1:
+                    return LeaseAnswer(granted=False, why="there is no room any more")
+            return await lease(ask, planner)
+
+        return ahead
+
+    async with cluster_of_five().running(6) as cluster:
+        origin, *holders = cluster.nodes[:4]
+        only = Constraints(nodes=tuple(node.node_id for node in holders))
+        placed = await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+        await cluster.until(lambda: [instance.state for instance in origin.instances()] == ["ready"])
+        for node in cluster.nodes:
+            monkeypatch.setattr(node.serving.seats, "lease", refuses_the_first(node))
+        with holders[1].clocks.worn():
+            await holders[1].serving.leave("node left")
+        assert len(asked) > 1
+        assert {ask.begun_epoch for ask in asked} == {placed.epoch + 1}
 
 
 async def longest_pause(how: str) -> float:
