@@ -8,6 +8,7 @@ a seat: nobody can see it in the mesh, and it gives way as soon as its memory is
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -19,6 +20,10 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """How often it is looked whether a spare may be kept. A seat that needs its memory waits no longer than this, and in
 truth not at all: the seat takes the spare itself."""
+REFILL_SECONDS = 10.0
+"""After one was taken, until the next is started: that is two seconds of a core, which after a failure would be taken
+from the runner that reads all prompts again. Less lengthens that pause (by 0.5 to 1 s on two cores), more leaves a second
+failure on the same node without a spare."""
 
 
 class Spares:
@@ -37,10 +42,12 @@ class Spares:
         self._may_start = may_start
         self._may_keep = may_keep
         self._spare: Runner | None = None
+        self._not_before = -math.inf
 
     async def take(self) -> Runner:
         """The spare, or a fresh one. Raises OSError if no process can be started."""
         spare, self._spare = self._spare, None
+        self._not_before = trio.current_time() + REFILL_SECONDS
         if spare is not None and spare.is_alive:
             return spare
         if spare is not None:
@@ -64,7 +71,7 @@ class Spares:
             self._spare = None
             log.debug("the spare runner ends: %s", "its memory is promised" if spare.is_alive else "it has died")
             await spare.stop()
-        elif spare is None and self._may_start():
+        elif spare is None and trio.current_time() >= self._not_before and self._may_start():
             try:
                 started = await self._start()
             except OSError as error:
