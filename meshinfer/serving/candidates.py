@@ -1,13 +1,14 @@
 """What could be placed, best first, as this node sees the mesh: the planner's plans, and repairs of what is broken.
 
 A node that is in doubt, or whose runner failed again and again, is planned with only if there is no other way, and the
-latter not at once (`failures`); what an instance holds counts as free for its own next epoch.
+latter not at once (`failures`); what an instance holds counts as free for its own next epoch, and so does what is
+loaded ahead for it, which may be all that is left of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import trio
@@ -22,7 +23,7 @@ from meshinfer.planning.repair import broken_channels, crosses, repairs
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.failures import Failures, Rest
 from meshinfer.serving.ports import Ports
-from meshinfer.serving.view import Instance
+from meshinfer.serving.view import AHEAD, Instance
 from meshinfer.topology.card import NodeCard, SeatReport
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement, Seat
@@ -40,6 +41,10 @@ class CandidateSource:
         self._ports = ports
         self._failures = Failures()
 
+    def learn(self, instance: Instance) -> None:
+        """Take in what its seats say of failures, as long as they say it: a failed seat is announced for seconds only."""
+        self._failures.learn(instance, trio.current_time())
+
     def best_first(
         self, ask: Place, card: ModelCard, instance_id: InstanceId, old: Instance | None, silent: frozenset[NodeId]
     ) -> Candidates:
@@ -50,11 +55,11 @@ class CandidateSource:
         """
         now = trio.current_time()
         if old is not None:
-            self._failures.learn(old, now)
+            self.learn(old)
         troubled = self._failures.troubled(instance_id)
         # Who names the nodes has reasons to.
         rests = self._failures.rests(instance_id, now) if ask.placement is None else ()
-        topology = without(silent, with_memory_of(self._ports.topology(), old))
+        topology = without(silent, with_memory_of(self._ports.topology(), instance_id))
         rested = without(frozenset(rest.node_id for rest in rests), topology)
         doubtful = self._ports.doubtful() | troubled | frozenset(ask.out_of_reach)
         sure = without(doubtful, topology)
@@ -63,22 +68,38 @@ class CandidateSource:
         is_of_use = old is not None and self._ports.is_usable(old)
         for among in (sure,) if is_of_use else (sure, rested) if doubtful else (topology,):
             plans, refusals = self._candidates(ask, card, among, old)
-            if old is not None and ask.placement is None:
-                here = among.by_id.keys() & self._ports.staying()
-                lost = [
-                    index
-                    for index, (seat, report) in enumerate(zip(old.placement.seats, old.reports, strict=True))
-                    if seat.node_id not in here or not _is_warm(seat, report, old.instance_id, among)
-                ]
-                chunk = self._ports.settings.prefill_chunk_tokens
-                plans = [*repairs(old.placement, lost, among, card, prefill_chunk_tokens=chunk), *plans]
-                broken = broken_channels(old.placement, among)
-                plans.sort(key=lambda candidate: crosses(candidate.placement, broken))
+            if ask.placement is None:
+                if old is not None:
+                    plans = [*self._repairs(card, instance_id, old.placement, old.reports, among), *plans]
+                    broken = broken_channels(old.placement, among)
+                    plans.sort(key=lambda candidate: crosses(candidate.placement, broken))
+                for ahead in _loaded_ahead(instance_id, among) if old is None else ():
+                    if answers(ahead, ask):
+                        nothing = (None,) * len(ahead.seats)
+                        plans = [*self._repairs(card, instance_id, ahead, nothing, among), *plans]
             if plans:
                 return plans, refusals
         if rests and not is_of_use and self._candidates(ask, card, topology, old)[0]:
             raise self._resting(rests)
         return [], refusals
+
+    def _repairs(
+        self,
+        card: ModelCard,
+        instance_id: InstanceId,
+        placement: Placement,
+        reports: Sequence[SeatReport | None],
+        among: Topology,
+    ) -> Sequence[Plan]:
+        """Placements that leave the layers where they are in memory."""
+        here = among.by_id.keys() & self._ports.staying()
+        lost = [
+            index
+            for index, (seat, report) in enumerate(zip(placement.seats, reports, strict=True))
+            if seat.node_id not in here or not _is_warm(seat, report, instance_id, among)
+        ]
+        chunk = self._ports.settings.prefill_chunk_tokens
+        return repairs(placement, lost, among, card, prefill_chunk_tokens=chunk)
 
     def _resting(self, rests: Sequence[Rest]) -> NoRoom:
         """There is room, on nodes that are not to be tried yet."""
@@ -139,6 +160,15 @@ def _is_warm(seat: Seat, report: SeatReport | None, instance_id: InstanceId, amo
     return any(seat in held[each.placement_id].seats for each in warm if each.placement_id in held)
 
 
+def _loaded_ahead(instance_id: InstanceId, among: Topology) -> Iterator[Placement]:
+    """Placements that seats are loaded ahead for: all that is known of an instance whose every holder went meanwhile."""
+    found: dict[str, Placement] = {}
+    for card in among.nodes:
+        ids = {seat.placement_id for seat in card.seats if (seat.instance_id, seat.epoch) == (instance_id, AHEAD)}
+        found |= {each.placement_id: each for each in card.placements if each.placement_id in ids and each.is_whole}
+    return (found[key] for key in sorted(found))
+
+
 def answers(placement: Placement, ask: Place) -> bool:
     """Whether an instance of `placement` is what is asked for: that very one, or one that reserves at least as much."""
     if ask.placement is not None:
@@ -157,13 +187,14 @@ def without(nodes: frozenset[NodeId], topology: Topology) -> Topology:
     return Topology.of((node for node in topology.nodes if node.node_id not in nodes), topology.links)
 
 
-def with_memory_of(topology: Topology, old: Instance | None) -> Topology:
-    """`topology` as if the seats of an instance were free: its next epoch takes their place and memory."""
-    if old is None:
-        return topology
+def with_memory_of(topology: Topology, instance_id: InstanceId) -> Topology:
+    """`topology` as if the seats of an instance were free: its next epoch takes their place and memory.
+
+    Of seats that are loaded ahead, too, and when nothing else is left of it.
+    """
 
     def unburdened(card: NodeCard) -> NodeCard:
-        freed = sum(seat.promised_bytes for seat in card.seats if seat.instance_id == old.instance_id)
+        freed = sum(seat.promised_bytes for seat in card.seats if seat.instance_id == instance_id)
         return replace(card, memory_promised_bytes=max(0, card.memory_promised_bytes - freed)) if freed else card
 
     return Topology.of((unburdened(card) for card in topology.nodes), topology.links)

@@ -91,7 +91,9 @@ class ElectedPlanner:
         """What could be placed now, and what could not and why; of a model that runs, what a re-plan would say."""
         info = await self._ports.model_cards.get(model_id)
         running = self._in_use(Place(model_id, workload, constraints))
-        topology = with_memory_of(self._ports.topology(), running)
+        topology = self._ports.topology()
+        if running is not None:
+            topology = with_memory_of(topology, running.instance_id)
         return self._candidates.preview(topology, info.card, workload, constraints, running)
 
     async def place(self, ask: Place) -> Placed:
@@ -124,6 +126,10 @@ class ElectedPlanner:
                         return _placed(now)  # it serves all but one origin, whose link may come back
                 raise
 
+    def learn(self, instance: Instance) -> None:
+        """Take in what the seats of an instance say of failures, whether or not it is planned now."""
+        self._candidates.learn(instance)
+
     async def repair(self, instance: Instance) -> None:
         """Make it whole again, if it still is there and still is broken.
 
@@ -148,7 +154,7 @@ class ElectedPlanner:
             staying = self._ports.staying() - {leaving}
             # Of others that leave at the same time, too.
             theirs = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id not in staying]
-            others = without(silent | {leaving}, with_memory_of(self._ports.topology(), instance))
+            others = without(silent | {leaving}, with_memory_of(self._ports.topology(), instance.instance_id))
             plans = repairs(instance.placement, theirs, others, info.card, prefill_chunk_tokens=chunk)
             return [*plans, *self._candidates.preview(others, info.card, workload, Constraints()).plans], []
 

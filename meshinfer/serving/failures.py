@@ -2,7 +2,7 @@
 
     failed once      its seat is made again where it was, at once: the files are there
     again            elsewhere, if somebody can take it
-    nobody can       2, 4, 8, 16, then 30 s from one failure to the next try; in between, whoever asks is told so
+    nobody can       2, 4, 8, then 16 s from one failure to the next try; in between, whoever asks is told so
     it has served    forgotten
 
 Without the rest, a runner that dies at its first step has its layers loaded once a second, for as long as clients ask.
@@ -23,9 +23,11 @@ FAILURES_BEFORE_ELSEWHERE = 2
 """A runner that crashed once is made again where it was; after the second time it goes elsewhere if it can."""
 REST_SECONDS = 0.5
 """Times two to the number of failures. An answer that has begun waits for eight seconds: it outlives the first two rests."""
-LONGEST_REST_SECONDS = 30.0
+LONGEST_REST_SECONDS = 16.0
+"""Less than layers stay warm that wait for a repair (`seats.WARM_SECONDS`, 20 s): after a longer rest every node would
+load its own again, each time, for the sake of the one that fails."""
 SERVED_SECONDS = 60.0
-"""A seat that computed, and did not fail for so long, has served. Twice the longest rest: most of it was no waiting."""
+"""A seat that computed, and did not fail for so long, has served. Almost four longest rests: most of it was no waiting."""
 FORGOTTEN_SECONDS = 600.0
 """Nobody has made that seat again, so nobody knows what it would do now."""
 

@@ -76,6 +76,8 @@ class Placer:
                 now = trio.current_time()
                 not_before = {key: at for key, at in not_before.items() if at > now}
                 for instance in self._ports.instances():
+                    if instance.state == "broken":  # on every node: who is elected may change
+                        self._planner.learn(instance)
                     if self._should_repair(instance) and instance.instance_id not in not_before:
                         not_before[instance.instance_id] = now + REPAIR_SECONDS
                         if instance.instance_id not in self._repairing:

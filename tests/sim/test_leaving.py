@@ -145,6 +145,30 @@ async def test_what_a_second_try_loads_ahead_is_of_the_hand_over_that_a_deletion
         assert {ask.begun_epoch for ask in asked} == {placed.epoch + 1}
 
 
+async def test_all_holders_leave_one_after_the_other_and_what_is_loaded_ahead_goes_on(autojump_clock: Clock) -> None:
+    """Each is gone before the layers it hands over are loaded: in the end they are all that there is of the instance."""
+    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SLOW)
+    async with cluster.running(7):
+        origin, *holders = cluster.nodes[:4]
+        only = Constraints(nodes=tuple(node.node_id for node in holders))
+        await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+        begun = trio.Event()
+
+        async def leave(node: SimNode, after_seconds: float) -> None:
+            await begun.wait()
+            await trio.sleep(after_seconds)
+            await node.serving.leave("node left")
+            await node.mesh.leave()
+            cluster.kill(node)
+
+        async with trio.open_nursery() as nursery:
+            for index, node in enumerate(holders):
+                nursery.start_soon(leave, node, SLOW.load_seconds / 2 * index)
+            answer = await cluster.ask(origin, cluster.request((5,), TOKENS), lambda _: begun.set())
+        assert answer == exact_answer((5,), 7, TOKENS)
+        assert await cluster.ask(origin, cluster.request((1,), 3)) == exact_answer((1,), 7, 3)
+
+
 async def longest_pause(how: str) -> float:
     """What a client of another node waits for a token at most, while the holder of the middle goes."""
     cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SLOW)

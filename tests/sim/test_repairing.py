@@ -62,6 +62,26 @@ def test_a_runner_that_dies_again_and_again_rests_longer_and_longer_where_nobody
     simulate(Cluster(random.Random(1)), scenario, 2)
 
 
+def test_a_runner_that_dies_again_and_again_goes_elsewhere_though_nobody_asks_for_it() -> None:
+    """Nobody plans while its failed seat is announced: that takes seconds, and there are ten from repair to repair."""
+
+    async def scenario(cluster: Cluster) -> None:
+        origin = cluster.nodes[0]
+        await cluster.ask(origin, cluster.request((1, 2), 2))
+        bad = origin.instances()[0].placement.node_ids[1]
+
+        def has_moved() -> bool:
+            (instance,) = origin.instances()
+            if instance.state == "ready":
+                for runner in cluster.fabric.runners_of(bad):
+                    runner.die("killed by SIGKILL")
+            return instance.state == "ready" and bad not in instance.placement.node_ids
+
+        await cluster.until(has_moved, 60.0)
+
+    simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 5)
+
+
 @pytest.mark.parametrize("seat", [0, 2])
 def test_a_planner_that_is_lost_after_one_commit_costs_no_layers_that_are_warm(seat: int) -> None:
     async def scenario(cluster: Cluster) -> None:
