@@ -328,7 +328,7 @@ class _Run:
         self.faulted.set()
         undo = self._make(fault.deed, name)
         if math.isinf(fault.seconds):
-            if undo is not None:
+            if undo is not None and name not in self.room.killed:  # `restore` starts them all at once
                 self.to_undo.append(undo)
             return
         time.sleep(fault.seconds)
