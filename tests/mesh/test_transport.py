@@ -303,16 +303,16 @@ async def test_who_never_answers_a_dial_is_given_up_in_time(nodes: Nodes):
             await here.dial(f"127.0.0.1:{silent.socket.getsockname()[1]}", None, 0.3)
 
 
-async def test_three_hundred_connections_in_a_lifetime_leave_the_door_open(nodes: Nodes):
-    """The library's own listener leaks a slot for each and is closed for ever after 250."""
+async def test_more_connections_than_250_in_a_lifetime_leave_the_door_open(nodes: Nodes):
+    """The library's own listener leaks a slot for each and is closed for ever after 250; 6 times 43 are 258."""
     server = await nodes.start("server")
     clients = [await nodes.start(f"client{number}") for number in range(6)]
     before = trio.lowlevel.current_statistics().tasks_living
 
     async def come_and_go(client) -> None:
-        for number in range(51):
+        for number in range(43):
             assert await client.dial(server.addresses()[0], None, PATIENCE_SECONDS) == server.node_id
-            if number % 25 == 0:
+            if number % 21 == 0:
                 assert await client.call(server.node_id, "echo", b"%d" % number, PATIENCE_SECONDS) == b"%d" % number
             (link,) = client._connections.of(peer_id_of(server.node_id))
             await client._connections.close(link)
