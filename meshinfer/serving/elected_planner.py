@@ -320,10 +320,15 @@ class ElectedPlanner:
 
     def _in_use(self, ask: Place) -> Instance | None:
         """The instance that a request like this would be answered by."""
-        for instance in self._ports.instances_of(ask.model_id):
+        for instance in self._standing(ask.model_id):
             if answers(instance.placement, ask) and self._ports.is_usable(instance, ask.out_of_reach):
                 return instance
         return None
+
+    def _standing(self, model_id: ModelId) -> list[Instance]:
+        """What the view has of it and is not deleted: a repair that began before may still show, and will vanish."""
+        known = self._ports.instances_of(model_id)
+        return [each for each in known if not self._seats.is_deleted(each.instance_id, each.epoch)]
 
     def _existing(self, ask: Place) -> Placed | None:
         """An instance that already is (or is becoming) what is asked for."""
@@ -343,7 +348,7 @@ class ElectedPlanner:
 
     def _free_instance_id(self, ask: Place) -> tuple[InstanceId, Instance | None]:
         """The id to place under: the first replica that is not in use, with the instance of no use that it replaces."""
-        by_id = {instance.instance_id: instance for instance in self._ports.instances_of(ask.model_id)}
+        by_id = {instance.instance_id: instance for instance in self._standing(ask.model_id)}
         replica = 0
         while True:
             instance_id = instance_id_for(ask.model_id, replica)

@@ -64,6 +64,21 @@ def test_a_node_leaves_also_when_what_it_hands_over_is_deleted(after_seconds: fl
     simulate(scenario, 4)
 
 
+def test_who_asks_after_a_deletion_is_not_given_what_is_about_to_vanish() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        instance = await one_ready(cluster)
+        _, (planner, *_) = apart(cluster, instance)
+        await planner.serving.seats.delete(Deletion(instance.instance_id, instance.epoch))
+        assert planner.instances() == (instance,), "its holders have not heard of it"
+        ask = Place(cluster.model.model_id, WORKLOAD, Constraints(), instance.placement)
+        placed = await planner.serving.planner.place(ask)
+        assert (placed.instance_id, placed.placement) == (instance.instance_id, instance.placement)
+        assert placed.epoch > instance.epoch
+        await cluster.until(lambda: [(i.epoch, i.state) for i in planner.instances()] == [(placed.epoch, "ready")])
+
+    simulate(scenario, 4)
+
+
 def test_a_planner_that_missed_a_deletion_places_at_the_first_request_after_it() -> None:
     async def scenario(cluster: Cluster) -> None:
         instance = await one_ready(cluster)
