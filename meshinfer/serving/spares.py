@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """How often it is looked whether a spare may be kept. A seat that needs its memory waits no longer than this, and in
 truth not at all: the seat takes the spare itself."""
-REFILL_SECONDS = 10.0
+REFILL_SECONDS = 4.0
 """After one was taken, until the next is started: that is two seconds of a core, which after a failure would be taken
 from the runner that reads all prompts again. Less lengthens that pause (by 0.5 to 1 s on two cores), more leaves a second
-failure on the same node without a spare."""
+failure on the same node without a spare (1 s more)."""
 
 
 class Spares:
