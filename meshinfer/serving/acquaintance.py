@@ -9,7 +9,7 @@ is a stranger for as long as its announcement may still be on its way.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 from meshinfer.base.ids import NodeId
@@ -29,7 +29,7 @@ class Acquaintance:
         self._strangers: dict[NodeId, float] = {}
         """And when their names were first heard."""
 
-    def strangers(self, topology: Topology, now: float) -> Collection[NodeId]:
+    def strangers(self, topology: Topology, now: float) -> AbstractSet[NodeId]:
         """Nodes that seats name, and whose own announcement may still be on its way."""
         live = topology.by_id.keys()
         named = set(_named(topology))

@@ -34,7 +34,7 @@ from meshinfer.serving.seats import (
     StopRunner,
 )
 from meshinfer.serving.spares import Spares
-from meshinfer.serving.view import AHEAD
+from meshinfer.serving.view import AHEAD, instances
 from meshinfer.topology.card import SeatReport
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import decode, encode
@@ -467,8 +467,9 @@ class SeatService:
         while True:
             topology = self._ports.topology()
             now = trio.current_time()
-            not_lost = topology.by_id.keys() | self._ports.acquaintance.strangers(topology, now)
-            effects = self._ledger.view_changed(self._ports.instances(), not_lost, now)
+            strangers = self._ports.acquaintance.strangers(topology, now)
+            not_lost = topology.by_id.keys() | strangers
+            effects = self._ledger.view_changed(instances(topology, strangers), not_lost, now)
             await self._perform(effects)
             with trio.move_on_at(self._ports.acquaintance.next_wakeup(now)):
                 await watch.changed()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import trio
 import trio.testing
+import whole_agents
 
 from meshinfer.base.errors import DeadlineExceeded, NoRoom, PeerLost, Refused
 from meshinfer.base.ids import ModelId, NodeId, PlacementId, instance_id_for
@@ -26,13 +27,7 @@ from meshinfer.wire.messages import COMMIT, LEASE, Deletion, Lease, LeaseAnswer,
 
 
 def simulate(scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
-    async def main() -> None:
-        cluster = Cluster(random.Random(1))
-        async with cluster.running(count):
-            await scenario(cluster)
-        assert cluster.network.failures == []
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    whole_agents.simulate(Cluster(random.Random(1)), scenario, count)
 
 
 async def one_ready(cluster: Cluster) -> Instance:

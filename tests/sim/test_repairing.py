@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
 from itertools import combinations
 
 import pytest
 import trio
-from trio.testing import MockClock
+from whole_agents import simulate
 
 from meshinfer.base.errors import NoRoom, UnknownModel
 from meshinfer.base.ids import ModelId
@@ -25,15 +24,6 @@ from meshinfer.wire.messages import Done, Place, SeatRef
 
 MOST_EPOCHS = 6
 """Within an answer that never comes on: it outlives rests of two, four, and perhaps eight seconds."""
-
-
-def simulate(cluster: Cluster, scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
-    async def main() -> None:
-        async with cluster.running(count):
-            await scenario(cluster)
-        assert cluster.network.failures == []
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
 def test_a_runner_that_dies_again_and_again_rests_longer_and_longer_where_nobody_else_can_take_its_seat() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import trio
-from trio.testing import MockClock
+from whole_agents import simulate
 
 from meshinfer.base.ids import NodeId
 from meshinfer.config import Settings
@@ -20,15 +18,6 @@ from meshinfer.testing.cluster import WORKLOAD, Cluster
 from meshinfer.testing.network import SimNetwork
 from meshinfer.testing.phantoms import dense_model, forty_sites
 from meshinfer.wire.messages import ModelInfo, Place
-
-
-def simulate(cluster: Cluster, scenario: Callable[[Cluster], Awaitable[None]], count: int) -> None:
-    async def main() -> None:
-        async with cluster.running(count):
-            await scenario(cluster)
-        assert cluster.network.failures == []
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
 def test_what_runs_stays_the_choice_of_equals() -> None:

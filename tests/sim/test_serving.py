@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import trio
 import trio.testing
+import whole_agents
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -36,13 +37,8 @@ few = settings(
 
 
 def simulate(scenario: Callable[[Cluster], Awaitable[None]], seed: int, count: int = 3, **options: object) -> None:
-    async def main() -> None:
-        cluster = Cluster(random.Random(seed), **options)  # type: ignore[arg-type]
-        async with cluster.running(count):
-            await scenario(cluster)
-        assert cluster.network.failures == []
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    cluster = Cluster(random.Random(seed), **options)  # type: ignore[arg-type]
+    whole_agents.simulate(cluster, scenario, count)
 
 
 @given(seeds)
