@@ -36,7 +36,7 @@ from meshinfer.serving.election import elect
 from meshinfer.serving.failures import LASTING_ERRORS
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Waiting
-from meshinfer.serving.view import Instance
+from meshinfer.serving.view import AHEAD, Instance
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import PLACE, Place, Placed
 
@@ -55,6 +55,8 @@ REPAIRS_AT_ONCE = 8
 """Of different instances: one that waits for a silent node's three seconds, and again for the next, holds up no other."""
 HAND_OVER_SECONDS = 20.0
 """For the seats of a node that leaves to be loaded elsewhere. Longer, and the person at the keyboard pulls the plug."""
+LEAVERS_SECONDS = 0.5
+"""Before a hand-over, for the news of others that leave at the same time: twice what gossip takes to be everywhere."""
 
 
 class Placer:
@@ -105,20 +107,41 @@ class Placer:
 
         Raises nothing of the mesh's: whatever is wrong with one instance, the node leaves, and its others wait.
         """
-        try:
-            placed = await self._planner.give_away(instance, leaving=self._ports.node_id)
-        except MeshinferError as error:  # no room, no model card, deleted meanwhile
-            log.warning("instance %s is not handed over: %s", instance.instance_id, error)
-            return False
+        own = self._ports.node_id
         watch = self._ports.watch()
+        given_epoch = 0
         with trio.move_on_after(HAND_OVER_SECONDS):
+            await trio.sleep(LEAVERS_SECONDS)
             while True:
-                for now in self._ports.instances():
-                    taken_over = now.instance_id == placed.instance_id and now.epoch >= placed.epoch
-                    if taken_over and now.state in {"ready", "broken"}:
-                        return now.state == "ready"
+                now = next((each for each in self._ports.instances() if each.instance_id == instance.instance_id), None)
+                if now is None or (now.state == "broken" and now.epoch >= given_epoch):
+                    return False  # it is deleted, or repaired without this node
+                if own not in now.placement.node_ids:
+                    if now.state == "ready":
+                        return True
+                elif not given_epoch and self._is_first_to_hand_over(now):
+                    try:
+                        given_epoch = (await self._planner.give_away(now, leaving=own)).epoch
+                    except MeshinferError as error:  # no room, no model card, deleted meanwhile
+                        log.warning("instance %s is not handed over: %s", now.instance_id, error)
+                        return False
+                    continue
                 await watch.changed()
         return False
+
+    def _is_first_to_hand_over(self, instance: Instance) -> bool:
+        """Of nodes that leave one instance together, one hands over for all: each for itself, they break off each other's.
+
+        Who comes when another's hand-over is under way, which shows by what is loaded ahead, waits for its end.
+        """
+        cards = self._ports.topology().by_id
+        if any(
+            seat.instance_id == instance.instance_id and seat.epoch == AHEAD for c in cards.values() for seat in c.seats
+        ):
+            return False
+        holders = set(instance.placement.node_ids)
+        leaving = {node for node in holders if node in cards and cards[node].takes_nothing}
+        return elect(instance.instance_id, {*leaving, self._ports.node_id})[0] == self._ports.node_id
 
     async def ready_instance(
         self,

@@ -154,11 +154,12 @@ class SeatService:
         """Promise memory for a seat to `planner`, by this node's own numbers.
 
         Raises:
-            PeerLost: this node is about to leave: to whoever plans it is gone already.
+            PeerLost: this node is about to leave: to whoever plans it is gone already. Not for layers that it has: a
+                hand-over that began before lets it go on with them, and its own comes after that.
         """
-        if self._ports.is_draining:
-            raise PeerLost(LEAVING, do="use another node")
         key = SeatKey(lease.instance_id, lease.epoch, lease.seat_index)
+        if self._ports.is_draining and not self._ledger.has_layers_of(key, lease.placement):
+            raise PeerLost(LEAVING, do="use another node")
         self._ledger.bound(self._ports.own_card().memory_usable_bytes)
         try:
             need = await self._need_bytes(lease)

@@ -317,6 +317,11 @@ class SeatLedger:
             raise StaleEpoch(key, newest)
         return self._promise(_Seat(key, placement, begun_epoch, need_bytes, "leased", 0.0, now, planner=planner))
 
+    def has_layers_of(self, key: SeatKey, placement: Placement) -> bool:
+        """Whether that seat would go on with what is in memory here."""
+        is_its = key.seat_index < len(placement.seats)
+        return is_its and any(seat.holds_what(key, placement) for seat in self._seats.values())
+
     def _promise(self, new: _Seat) -> float:
         key, need_bytes = new.key, new.promised_bytes
         replaced = [s for s in self._seats.values() if s.key.instance_id == key.instance_id and s.key.epoch < key.epoch]

@@ -169,6 +169,41 @@ async def test_all_holders_leave_one_after_the_other_and_what_is_loaded_ahead_go
         assert await cluster.ask(origin, cluster.request((1,), 3)) == exact_answer((1,), 7, 3)
 
 
+@pytest.mark.parametrize(("apart_seconds", "hand_overs"), [(0.0, 1), (0.4, 2)])
+async def test_holders_that_leave_together_do_not_undo_each_others_hand_over(
+    apart_seconds: float, hand_overs: int, autojump_clock: Clock
+) -> None:
+    """At the same moment; and the third while the layers of the others are loaded elsewhere already."""
+    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SLOW)
+    async with cluster.running(7):
+        origin, *holders = cluster.nodes[:4]
+        only = Constraints(nodes=tuple(node.node_id for node in holders))
+        await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+        times: list[float] = []
+        token = trio.Event()
+
+        def came(index: int) -> None:
+            times.append(trio.current_time())
+            if index == 5:
+                token.set()
+
+        async def leave(node: SimNode, after_seconds: float) -> None:
+            await token.wait()
+            await trio.sleep(after_seconds)
+            await node.serving.leave("node left")
+            await node.mesh.leave()
+            cluster.kill(node)
+
+        async with trio.open_nursery() as nursery:
+            for index, node in enumerate(holders):
+                nursery.start_soon(leave, node, apart_seconds * index)
+            answer = await cluster.ask(origin, cluster.request((1, 2), 2 * TOKENS), came)
+        assert answer == exact_answer((1, 2), 7, 2 * TOKENS)
+        pauses = [after - before for before, after in pairwise(times)]
+        assert max(pauses) < SLOW.load_seconds, "no load is in it: all that left was loaded ahead"
+        assert len([pause for pause in pauses if pause > 0.2]) == hand_overs
+
+
 async def longest_pause(how: str) -> float:
     """What a client of another node waits for a token at most, while the holder of the middle goes."""
     cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SLOW)
