@@ -29,6 +29,7 @@ from meshinfer.mesh.own_card import OwnCard
 from meshinfer.models.renewal import keep_renewed
 from meshinfer.models.store import ModelStore
 from meshinfer.models.text_cache import TextCache
+from meshinfer.serving.battery import until_low
 from meshinfer.serving.machine import MachineFacts, measure_machine
 from meshinfer.serving.model_cards import ModelCards
 from meshinfer.serving.model_files import ModelFiles
@@ -142,6 +143,9 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
                 nursery.start_soon(_look_around, own_card, store, name="look around")
                 nursery.start_soon(keep_renewed, store, name="older models")
                 nursery.start_soon(speed_probe.run, name="speed probe")
+                nursery.start_soon(
+                    _ask_to_leave_on_low_battery, settings.leave_at_battery_percent, asked, name="battery"
+                )
                 async with trio.open_nursery() as front:
                     close = trio.Event()
                     door = partial(serve, make_app(backend, settings), listener, stop=close)
@@ -170,6 +174,13 @@ async def _leave(serving: Serving, mesh: Mesh, name: str) -> None:
     finally:  # without it the others wait for this node until they take it for dead
         with trio.move_on_after(GOODBYE_SECONDS):
             await mesh.leave()
+
+
+async def _ask_to_leave_on_low_battery(percent: float, asked: trio.Event) -> None:
+    if percent > 0:
+        left = await until_low(percent)
+        log.warning("the battery is at %.0f %% and not charged: leaving the mesh", left.percent)
+        asked.set()
 
 
 async def _tell_of_cancelling(asked: trio.Event) -> None:

@@ -75,6 +75,8 @@ class Settings:
     """Share of usable memory that is never promised. Raising it wastes memory; lowering it risks swapping."""
     runner_overhead_bytes: int = 192 * 1024**2
     """What a runner takes before its first layer: 172 MB RSS measured with MLX and mlx-lm imported on Linux."""
+    leave_at_battery_percent: float = 5.0
+    """Leave the mesh when no more is left and nothing charges it: a minute or two of work. 0: stay to the end."""
 
     # --- placing ---
     context_tokens: int = 4096

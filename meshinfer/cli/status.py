@@ -63,7 +63,11 @@ def nodes_table(nodes: dict[str, Any], instances: list[Any], here: str = "") -> 
         seats = sum(seat["node_id"] == node_id for instance in instances for seat in instance["seats"])
         memory = f"{format_bytes(node['memory_free_bytes'])} of {format_bytes(node['memory_bytes'])}"
         table.add_row(
-            Text.assemble(name_of(node_id, nodes), (" (asked)" if node_id == here else "", "dim")),
+            Text.assemble(
+                name_of(node_id, nodes),
+                (" (asked)" if node_id == here else "", "dim"),
+                (" leaving" if node.get("leaving") else "", "yellow"),
+            ),
             short(node_id),
             memory,
             printable(node["accelerator"]),

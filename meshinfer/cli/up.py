@@ -172,6 +172,17 @@ def up(
             help="Conversations to reserve for when a request places its model.",
         ),
     ] = _DIAL.concurrency,
+    leave_at_battery: Annotated[
+        float,
+        typer.Option(
+            "--leave-at-battery",
+            metavar="PERCENT",
+            min=0,
+            max=100,
+            rich_help_panel=_MACHINE,
+            help="Leave, as with Ctrl-C, when no more is left and nothing charges it. 0: stay to the end.",
+        ),
+    ] = _DIAL.leave_at_battery_percent,
     as_json: Annotated[
         bool, typer.Option("--json", help="Say what started as one line of JSON, for the script that started it.")
     ] = False,
@@ -208,6 +219,7 @@ def up(
         memory_limit_bytes=memory or 0,
         context_tokens=context,
         concurrency=concurrency,
+        leave_at_battery_percent=leave_at_battery,
     )
     _log_to_stderr(verbose)
     with err.status("starting …") as starting:

@@ -15,6 +15,7 @@ import psutil
 from meshinfer.base.errors import DeadlineExceeded, MeshinferError
 from meshinfer.base.ids import digest_hex
 from meshinfer.models.engine_process import run_engine
+from meshinfer.serving.battery import battery
 from meshinfer.wire.speed_probe import LayerShape, SpeedReport
 
 MEASURING_SECONDS = 5.0
@@ -46,11 +47,8 @@ def machine_fingerprint(accelerator: str) -> str:
 
 
 def _power_source() -> str:
-    try:
-        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
-    except (OSError, ValueError):  # drivers that show half a battery
-        battery = None
-    return "unknown" if battery is None else "plugged in" if battery.power_plugged else "on battery"
+    now = battery()
+    return "unknown" if now is None else "plugged in" if now.plugged_in else "on battery"
 
 
 async def ask_process(question: ProbeQuestion) -> SpeedReport:

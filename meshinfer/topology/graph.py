@@ -131,6 +131,7 @@ class Topology:
                 "accelerator": card.accelerator,
                 "addresses": list(card.addresses),
                 "load": card.load,
+                "leaving": card.takes_nothing,
                 "warning": card.warning,
                 "speeds": {told.kind: told.speed.to_json() for told in card.speeds},
                 "links": {

@@ -53,6 +53,14 @@ def test_the_bars_of_a_placement_tile_the_model(drawn: tuple[int, list[int]]):
         assert sorted(cell) == ["·"] * (len(bars) - 1) + ["█"]
 
 
+def test_a_node_that_is_about_to_leave_is_shown_as_such():
+    nodes = {"idA": node("anna"), "idB": {**node("ben"), "leaving": True}}
+
+    rows = shown(nodes_table(nodes, [])).splitlines()
+
+    assert [("leaving" in row) for row in rows[1:]] == [False, True]
+
+
 def test_every_layer_is_shown_where_it_lies():
     text = shown(mesh(MESH, [instance("ready", seat("idA", 0, 4), seat("idB", 4, 6))]))
 
