@@ -22,7 +22,7 @@ from meshinfer.wire.codec import MAX_MESSAGE_BYTES
 from meshinfer.wire.runner_control import AGENT_MESSAGES, RUNNER_MESSAGES, AgentMessage, RunnerMessage
 
 HEARTBEAT_SECONDS = 0.25
-"""Silence and steps that hang are judged by these (`serving.seats`), and found out by as much later."""
+"""Silence and steps that hang are judged by these (`serving.runner_watch`), and found out by as much later."""
 LAST_WORDS_SECONDS = 1.0
 """For what is still to be sent when the process ends; an agent that does not read is not waited for."""
 _OUTBOX_MESSAGES = 1024

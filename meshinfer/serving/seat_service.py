@@ -21,9 +21,9 @@ from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.planning.planner import seat_memory
 from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.ports import Ports
+from meshinfer.serving.runner_watch import LOOK_SECONDS
 from meshinfer.serving.runners import Runner
 from meshinfer.serving.seats import (
-    LOOK_SECONDS,
     DeletedMeanwhile,
     RebindRunner,
     SeatEffect,

@@ -18,6 +18,8 @@ the place (and the memory) of what this node held of the instance before. Where 
 very layers that a warm runner holds, that runner goes on under the new epoch: repairing an instance
 loads only what was lost.
 
+Whether the runner of a loaded seat still does anything is told by `serving.runner_watch`.
+
 A seat may be loaded ahead (as epoch 0): for the next epoch, while the present one goes on without it. The commit of that
 epoch finds its layers warm, like any others, or its runner loading them; if none comes, it lapses.
 
@@ -28,15 +30,15 @@ epoch that it tries by now. Whoever wants the model afterwards begins above it.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshinfer.base.errors import BadInput, NoRoom, Refused
 from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.base.units import format_bytes
+from meshinfer.serving.runner_watch import RunnerWatch, is_late
 from meshinfer.serving.view import AHEAD, Instance
 from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement
@@ -63,37 +65,6 @@ AHEAD_SECONDS = 30.0
 meanwhile, the repair that wants these layers takes a few."""
 MISSING_GRACE_SECONDS = 2.0
 """A live node's seat may be missing from our view for one gossip period without anything being wrong."""
-LOOK_SECONDS = 0.25
-"""Between two looks at the runners: as often as they send heartbeats. Twice that would add a quarter of a second to the
-pause after a stall, half of this costs as much idle work again."""
-SILENT_LOOKS = 7
-"""A runner that said nothing between so many looks, and nothing for `SILENT_SECONDS`, is frozen. Looks that come late do
-not count: a node that slept, or whose cores are all taken, blames none of its runners."""
-SILENT_SECONDS = 1.75
-"""Nearly as long as a head waits for a step of the others (`pipeline.patience`), and no Wi-Fi is in between. Of a head
-nobody else takes notice: with this, its pause is three seconds like theirs."""
-SILENT_FACTOR = 6.0
-"""Of the longest gap between two words of that runner of late, if it is more: on a slow machine all come late."""
-LONGEST_GAP_SECONDS = 1.7
-"""More is a node that slept; a runner may be silent for ten seconds at most."""
-GAP_FADES = 0.95
-"""Per heartbeat: the longest gap is half forgotten after three seconds."""
-LATE_SECONDS = 0.2
-"""By how much a look or a heartbeat may come late and still say something of the runner, not of the machine. Raising it
-has runners ended for what a starved core does to them; lowering it leaves one that hangs on a busy machine alone."""
-STUCK_FLOOR_SECONDS = 0.75
-STUCK_FACTOR = 5.0
-"""How much longer than usual a step may take. A token of a prompt never takes longer than a step that samples one."""
-STUCK_FIRST_SECONDS = 30.0
-STUCK_FIRST_SECONDS_PER_TOKEN = 0.5
-"""While nothing is usual yet; as patient as the head is with the others (`pipeline.patience`)."""
-STUCK_BEATS = 5
-"""In a row that must say so, none of them late: a runner that was stopped in mid-step and goes on is through with it in
-a second and a quarter. With the floor above, a step that hangs is known after 1.75 to 2 s: before its head gives it up."""
-OVERDUE_SHARE = 0.6
-"""Of what a runner is allowed when only its own agent misses it, where others miss it, too: its instance broke, or the
-next epoch wants its layers. A head gives a step up after two seconds at least, so a frozen runner is known by then; one
-that works misses two heartbeats at most by chance."""
 REMEMBERED_EPOCHS = 1024
 """Instances whose highest epoch and whose deletion are remembered; one takes about 200 bytes."""
 
@@ -174,14 +145,8 @@ class _Seat:
     listens: bool = False
     """Its runner is there, and loads."""
     loaded: bool = False
-    silent_looks: int = 0
-    """Since its runner's last word; late ones left out."""
-    heard_at: float = 0.0
-    """When that was."""
-    longest_gap_seconds: float = 0.0
-    """Between two words of late; it fades."""
-    stuck_beats: int = 0
-    """In a row."""
+    watch: RunnerWatch = field(default_factory=RunnerWatch)
+    """Of its runner."""
 
     @property
     def runs(self) -> bool:
@@ -375,9 +340,7 @@ class SeatLedger:
                 seat.state, seat.loaded = "linking" if warm.loaded else "loading", warm.loaded
                 seat.listens, seat.progress, seat.done_bytes = True, warm.progress, warm.done_bytes
                 seat.resident_bytes = warm.resident_bytes
-                # It is the same process: what speaks against it still does.
-                seat.silent_looks, seat.heard_at, seat.stuck_beats = warm.silent_looks, warm.heard_at, warm.stuck_beats
-                seat.longest_gap_seconds = warm.longest_gap_seconds
+                seat.watch = warm.watch  # it is the same process: what speaks against it still does
                 rebound.append(RebindRunner(warm.key, seat.key, seat.placement))
         stopped = [
             effect
@@ -429,17 +392,10 @@ class SeatLedger:
         seat = self._seats.get(key)
         if seat is None or not seat.runs:
             return []
-        seat.silent_looks = 0
-        gap = now - seat.heard_at if seat.heard_at else 0.0
-        seat.heard_at = now
-        if isinstance(message, Heartbeat):
-            seat.longest_gap_seconds = max(min(gap, LONGEST_GAP_SECONDS), GAP_FADES * seat.longest_gap_seconds)
-        if isinstance(message, Heartbeat):
-            is_stuck = message.busy_seconds > _honest_seconds(message) and gap <= LOOK_SECONDS + LATE_SECONDS
-            seat.stuck_beats = seat.stuck_beats + 1 if is_stuck else 0
-            if seat.stuck_beats >= STUCK_BEATS:  # a cut one, too: it is no help to a repair
-                what = f"its runner has been in one step for {message.busy_seconds:.0f} s"
-                return self.fail(key, what, now, at_once=True)
+        seat.watch = seat.watch.heard(message, now)
+        if isinstance(message, Heartbeat) and seat.watch.is_stuck():  # a cut one, too: it is no help to a repair
+            what = f"its runner has been in one step for {message.busy_seconds:.0f} s"
+            return self.fail(key, what, now, at_once=True)
         if seat.state == "cut":
             return []
         match message:
@@ -470,13 +426,13 @@ class SeatLedger:
         return []
 
     def look_at_runners(self, now: float) -> list[SeatEffect]:
-        """Give up those that have been silent for too long; to be called every `LOOK_SECONDS`."""
-        is_late, self._looked_at = now - self._looked_at > LOOK_SECONDS + LATE_SECONDS, now
+        """Give up those that have been silent for too long; to be called every `runner_watch.LOOK_SECONDS`."""
+        slept, self._looked_at = is_late(now - self._looked_at), now
         effects: list[SeatEffect] = []
         for seat in list(self._seats.values()):
-            if seat.is_warm and not is_late:
-                seat.silent_looks += 1
-                if seat.silent_looks >= SILENT_LOOKS and now - seat.heard_at >= _honest_silence(seat):
+            if seat.is_warm and not slept:
+                seat.watch = seat.watch.looked_at()
+                if seat.watch.is_silent(now):
                     effects += self.fail(seat.key, "its runner lives and says nothing", now, at_once=True)
         return effects
 
@@ -641,12 +597,8 @@ class SeatLedger:
         return []
 
     def _is_overdue(self, seat: _Seat, now: float) -> bool:
-        """Whether its runner is the likely reason, where others say that something is wrong."""
-        if now - self._looked_at > LOOK_SECONDS + LATE_SECONDS:  # this node slept: it knows nothing yet
-            return False
-        enough = math.ceil(OVERDUE_SHARE * SILENT_LOOKS) - 1
-        is_silent = seat.silent_looks > enough and now - seat.heard_at >= OVERDUE_SHARE * _honest_silence(seat)
-        return is_silent or seat.stuck_beats >= math.ceil(OVERDUE_SHARE * STUCK_BEATS)
+        """Whether its runner is the likely reason for what was lost; a node that slept knows nothing yet."""
+        return not is_late(now - self._looked_at) and seat.watch.is_overdue(now)
 
     def _drop(self, seat: _Seat, reason: str, *, at_once: bool = False) -> list[SeatEffect]:
         del self._seats[seat.key]
@@ -677,15 +629,3 @@ class SeatLedger:
             error=seat.error,
             error_code=seat.error_code,
         )
-
-
-def _honest_silence(seat: _Seat) -> float:
-    """How long its runner may say nothing before something is wrong with it."""
-    return max(SILENT_SECONDS, SILENT_FACTOR * seat.longest_gap_seconds)
-
-
-def _honest_seconds(beat: Heartbeat) -> float:
-    """How long the step that a runner is in may take before something is wrong with it."""
-    if not beat.step_seconds:
-        return STUCK_FIRST_SECONDS + STUCK_FIRST_SECONDS_PER_TOKEN * beat.busy_tokens
-    return max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * beat.step_seconds * max(1, beat.busy_tokens))

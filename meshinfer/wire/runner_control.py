@@ -108,7 +108,7 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Twice a second, and it means progress: the MLX thread writes `steps`, not the thread that sends this."""
+    """Four times a second, and it means progress: the MLX thread writes `steps`, not the thread that sends this."""
 
     steps: Annotated[int, at_least(0)]
     busy_seconds: Annotated[float, finite(0)]

@@ -6,13 +6,15 @@ from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.base.units import MIB
 from meshinfer.pipeline.agent_link import HEARTBEAT_SECONDS
 from meshinfer.pipeline.patience import FLOOR_SECONDS
-from meshinfer.serving.seats import (
+from meshinfer.serving.runner_watch import (
     LOOK_SECONDS,
     OVERDUE_SHARE,
     SILENT_FACTOR,
     SILENT_LOOKS,
     SILENT_SECONDS,
     STUCK_BEATS,
+)
+from meshinfer.serving.seats import (
     RebindRunner,
     SeatKey,
     SeatLedger,

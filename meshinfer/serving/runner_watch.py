@@ -1,0 +1,109 @@
+"""Whether a runner that lives does anything: told from what it says, and from its silence. Pure.
+
+One that dies closes its sockets, and all know. One that is frozen or hangs closes nothing, and its whole instance
+waits. Its own agent finds it out, and should do so before its head gives a step up (`pipeline.patience`):
+
+    silent    it said nothing between some looks: none of its threads runs (stopped, swapped out)
+    stuck     some heartbeats in a row say that it has been in one step for too long: only the one that computes hangs
+    overdue   a share of either, which is enough where others miss it, too (docs/decisions/overdue-is-not-warm.md)
+
+What a machine does to all its processes is no runner's fault. A look or a heartbeat that comes late is of a node that
+slept or whose cores are taken, and blames nobody; whose words come late as a rule may be silent for longer, and whose
+steps are long may be in one for longer.
+
+A runner that loads is not watched by this: its seat has a deadline, which moves while bytes are read (`serving.seats`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from meshinfer.wire.runner_control import Heartbeat, RunnerMessage
+
+LOOK_SECONDS = 0.25
+"""Between two looks at the runners: as often as they send heartbeats. Twice that would add a quarter of a second to the
+pause after a stall, half of this costs as much idle work again."""
+LATE_SECONDS = 0.2
+"""By how much a look or a heartbeat may come late and still say something of the runner, not of the machine. Raising it
+has runners ended for what a starved core does to them; lowering it leaves one that hangs on a busy machine alone."""
+
+SILENT_LOOKS = 7
+"""A runner that said nothing between so many looks, and nothing for `SILENT_SECONDS`, is frozen. Looks that come late do
+not count: a node that slept, or whose cores are all taken, blames none of its runners."""
+SILENT_SECONDS = 1.75
+"""Nearly as long as a head waits for a step of the others (`pipeline.patience`), and no Wi-Fi is in between. Of a head
+nobody else takes notice: with this, its pause is three seconds like theirs."""
+SILENT_FACTOR = 6.0
+"""Of the longest gap between two words of that runner of late, if it is more: on a slow machine all come late."""
+LONGEST_GAP_SECONDS = 1.7
+"""More is a node that slept; a runner may be silent for ten seconds at most."""
+GAP_FADES = 0.95
+"""Per heartbeat: the longest gap is half forgotten after three seconds."""
+
+STUCK_FLOOR_SECONDS = 0.75
+STUCK_FACTOR = 5.0
+"""How much longer than usual a step may take. A token of a prompt never takes longer than a step that samples one."""
+STUCK_FIRST_SECONDS = 30.0
+STUCK_FIRST_SECONDS_PER_TOKEN = 0.5
+"""While nothing is usual yet; as patient as the head is with the others (`pipeline.patience`)."""
+STUCK_BEATS = 5
+"""In a row that must say so, none of them late: a runner that was stopped in mid-step and goes on is through with it in
+a second and a quarter. With the floor above, a step that hangs is known after 1.75 to 2 s: before its head gives it up."""
+
+OVERDUE_SHARE = 0.6
+"""Of what a runner is allowed when only its own agent misses it, where others miss it, too: its instance broke, or the
+next epoch wants its layers. A head gives a step up after two seconds at least, so a frozen runner is known by then; one
+that works misses two heartbeats at most by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerWatch:
+    """What has been noticed of one process; it holds whatever seat that process becomes."""
+
+    heard_at: float = 0.0
+    """When it said something last; 0: it never did."""
+    silent_looks: int = 0
+    """Since then; late ones left out."""
+    longest_gap_seconds: float = 0.0
+    """Between two words of late; it fades."""
+    stuck_beats: int = 0
+    """In a row."""
+
+    def heard(self, message: RunnerMessage, now: float) -> RunnerWatch:
+        if not isinstance(message, Heartbeat):
+            return replace(self, heard_at=now, silent_looks=0)
+        gap = now - self.heard_at if self.heard_at else 0.0
+        is_stuck = message.busy_seconds > _honest_seconds(message) and not is_late(gap)
+        return RunnerWatch(
+            heard_at=now,
+            longest_gap_seconds=max(min(gap, LONGEST_GAP_SECONDS), GAP_FADES * self.longest_gap_seconds),
+            stuck_beats=self.stuck_beats + 1 if is_stuck else 0,
+        )
+
+    def looked_at(self) -> RunnerWatch:
+        """By a look that was not late."""
+        return replace(self, silent_looks=self.silent_looks + 1)
+
+    def is_silent(self, now: float, share: float = 1.0) -> bool:
+        honest_seconds = max(SILENT_SECONDS, SILENT_FACTOR * self.longest_gap_seconds)
+        return self.silent_looks >= math.ceil(share * SILENT_LOOKS) and now - self.heard_at >= share * honest_seconds
+
+    def is_stuck(self, share: float = 1.0) -> bool:
+        return self.stuck_beats >= math.ceil(share * STUCK_BEATS)
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether it is the likely reason, where others say that something is wrong."""
+        return self.is_silent(now, OVERDUE_SHARE) or self.is_stuck(OVERDUE_SHARE)
+
+
+def is_late(seconds: float) -> bool:
+    """Whether so long after the one before, a look or a heartbeat says more of the machine than of the runner."""
+    return seconds > LOOK_SECONDS + LATE_SECONDS
+
+
+def _honest_seconds(beat: Heartbeat) -> float:
+    """How long the step that a runner is in may take before something is wrong with it."""
+    if not beat.step_seconds:
+        return STUCK_FIRST_SECONDS + STUCK_FIRST_SECONDS_PER_TOKEN * beat.busy_tokens
+    return max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * beat.step_seconds * max(1, beat.busy_tokens))
