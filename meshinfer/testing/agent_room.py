@@ -73,6 +73,11 @@ class AgentRoom(Generic[M]):
         """What is in its directory stays, for whoever looks into what happened."""
         self._environment = {**os.environ, JOIN_CODE_VARIABLE: new_join_code().reveal()}
 
+    @property
+    def gone(self) -> set[str]:
+        """Killed or asked to leave, and not started again."""
+        return self.killed | self.left
+
     def start(self, name: str) -> RunningAgent:
         """A new one, or the next life of one that was killed or has left; returns once it serves."""
         home = self.machines.move_in(name)
@@ -91,8 +96,8 @@ class AgentRoom(Generic[M]):
         return self.agents[name]
 
     def restart(self) -> None:
-        """Who was killed, all at once, while other things are done; `wait_settled` waits for them."""
-        self._starting = {name: self._pool.submit(self.start, name) for name in sorted(self.killed | self.left)}
+        """Who is gone, all at once, while other things are done; `wait_settled` waits for them."""
+        self._starting = {name: self._pool.submit(self.start, name) for name in sorted(self.gone)}
 
     def end(self) -> None:
         """All at once, politely."""
@@ -110,8 +115,7 @@ class AgentRoom(Generic[M]):
 
     def ended_by_themselves(self) -> list[str]:
         """Agents that are gone though nobody killed them or asked them to leave."""
-        expected = self.killed | self.left
-        return [name for name, agent in self.agents.items() if not agent.is_alive and name not in expected]
+        return [name for name, agent in self.agents.items() if not agent.is_alive and name not in self.gone]
 
     def leave(self, name: str) -> None:
         """Ask one to leave (SIGTERM); returns once it has. Raises RoomError if it does not, or not in order."""
