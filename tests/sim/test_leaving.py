@@ -4,7 +4,6 @@ Whole agents, exact engine, virtual time. What the process around them does with
 """
 
 import math
-import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,13 +12,14 @@ from itertools import pairwise
 import pytest
 import trio
 import trio.testing
+from whole_agents import three_of
 
 from meshinfer.base.errors import NoRoom, PeerLost
 from meshinfer.base.ids import NodeId
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.serving.view import AHEAD
-from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
+from meshinfer.testing.chaos_room import SPEED
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.codec import encode
@@ -62,12 +62,8 @@ async def leaving(cluster: Cluster, leaver: SimNode, holders: Sequence[SimNode])
     assert cluster.fabric.runners_of(leaver.node_id) == []
 
 
-def cluster_of_five() -> Cluster:
-    return Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SPEED)
-
-
 async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: Clock) -> None:
-    async with cluster_of_five().running(5) as cluster:
+    async with three_of(5) as cluster:
         other = cluster.nodes[0]
         async with leaving(cluster, cluster.nodes[3], cluster.nodes[:3]) as leaver:
             assert (await leaver.serving.sessions.ready())[0] is False
@@ -86,7 +82,7 @@ async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: Clock
 
 
 async def test_it_plans_for_nobody_though_it_is_first_in_order(autojump_clock: Clock) -> None:
-    async with cluster_of_five().running(5) as cluster:
+    async with three_of(5) as cluster:
         ids = [node.node_id for node in cluster.nodes]
         first = ids.index(elect(cluster.model.model_id, ids)[0])
         victim, *others = [node for node in cluster.nodes if node is not cluster.nodes[first]]
@@ -96,7 +92,7 @@ async def test_it_plans_for_nobody_though_it_is_first_in_order(autojump_clock: C
 
 
 async def test_a_repair_meanwhile_takes_its_seat_away_and_gives_it_none(autojump_clock: Clock) -> None:
-    async with cluster_of_five().running(6) as cluster:
+    async with three_of(6) as cluster:
         origin, leaver, victim, *_ = cluster.nodes
         async with leaving(cluster, leaver, [origin, leaver, victim]):
             cluster.kill(victim)
@@ -132,7 +128,7 @@ async def test_what_a_second_try_loads_ahead_is_of_the_hand_over_that_a_deletion
 
         return ahead
 
-    async with cluster_of_five().running(6) as cluster:
+    async with three_of(6) as cluster:
         origin, *holders = cluster.nodes[:4]
         only = Constraints(nodes=tuple(node.node_id for node in holders))
         placed = await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
@@ -147,8 +143,7 @@ async def test_what_a_second_try_loads_ahead_is_of_the_hand_over_that_a_deletion
 
 async def test_all_holders_leave_one_after_the_other_and_what_is_loaded_ahead_goes_on(autojump_clock: Clock) -> None:
     """Each is gone before the layers it hands over are loaded: in the end they are all that there is of the instance."""
-    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SLOW)
-    async with cluster.running(7):
+    async with three_of(7, SLOW) as cluster:
         origin, *holders = cluster.nodes[:4]
         only = Constraints(nodes=tuple(node.node_id for node in holders))
         await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
@@ -174,8 +169,7 @@ async def test_holders_that_leave_together_do_not_undo_each_others_hand_over(
     apart_seconds: float, hand_overs: int, autojump_clock: Clock
 ) -> None:
     """At the same moment; and the third while the layers of the others are loaded elsewhere already."""
-    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SLOW)
-    async with cluster.running(7):
+    async with three_of(7, SLOW) as cluster:
         origin, *holders = cluster.nodes[:4]
         only = Constraints(nodes=tuple(node.node_id for node in holders))
         await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
@@ -206,13 +200,12 @@ async def test_holders_that_leave_together_do_not_undo_each_others_hand_over(
 
 async def longest_pause(how: str) -> float:
     """What a client of another node waits for a token at most, while the holder of the middle goes."""
-    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SLOW)
-    async with cluster.running(6):
+    times: list[float] = []
+    async with three_of(6, SLOW) as cluster:
         origin, head, leaver, last, *_ = cluster.nodes
         only = Constraints(nodes=(head.node_id, leaver.node_id, last.node_id))
         await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
         await cluster.ask(origin, cluster.request((1,), 2))
-        times: list[float] = []
         token = trio.Event()
 
         def came(index: int) -> None:
@@ -232,8 +225,7 @@ async def longest_pause(how: str) -> float:
             nursery.start_soon(go)
             answer = await cluster.ask(origin, cluster.request((1, 2), TOKENS), came)
         assert answer == exact_answer((1, 2), 7, TOKENS)
-        return max(after - before for before, after in pairwise(times))
-    raise AssertionError
+    return max(after - before for before, after in pairwise(times))
 
 
 def is_whole_again(node: SimNode) -> bool:

@@ -3,7 +3,6 @@
 Whole agents, exact engine, virtual time. A rebinding is sent to the process; what is decided meanwhile finds it all the same.
 """
 
-import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import trio
 import trio.testing
+from whole_agents import three_of
 
 from meshinfer.serving.seats import SeatKey
 from meshinfer.serving.view import Instance
-from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
 from meshinfer.testing.cluster import Cluster, SimNode
 from meshinfer.testing.engine import FakeRunner
 from meshinfer.wire.messages import Lease, SeatRef
@@ -52,8 +51,7 @@ class Slow:
 
 @asynccontextmanager
 async def slow(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Slow]:
-    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SPEED)
-    async with cluster.running(4):
+    async with three_of(4) as cluster:
         await cluster.ask(cluster.nodes[3], cluster.request((1,), 3))
         (instance,) = cluster.nodes[0].instances()
         node = cluster.node_of(instance.placement.seats[INDEX].node_id)
@@ -70,7 +68,6 @@ async def slow(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Slow]:
         monkeypatch.setattr(runner, "send", send_later)
         with node.clocks.worn():
             yield case
-    assert cluster.network.failures == []
 
 
 async def test_the_epoch_after_the_next_goes_on_with_the_layers_while_the_next_is_still_told(
