@@ -90,10 +90,6 @@ class Preview:
     refusals: Annotated[tuple[Refusal, ...], sized(0, 64)]
     declined: Annotated[tuple[Declined, ...], sized(0, 64)] = ()
 
-    def why_not(self) -> str:
-        """One sentence for a person whose model cannot be placed."""
-        return self.refusals[0].explanation if self.refusals else "no live node can take part"
-
 
 def memory_to_json(memory: tuple[SeatMemory, ...]) -> list[dict[str, Any]]:
     """Need, have and shortfall per seat, in bytes and in words."""

@@ -144,7 +144,8 @@ class FakeBackend:
         if placement is None:
             preview = await self.previews(place.model_id, place.workload, place.constraints)
             if not preview.plans:
-                raise NoRoom(f"{place.model_id} has no place: {preview.why_not()}", do="free memory or add a node")
+                why = "; ".join(refusal.explanation for refusal in preview.refusals)
+                raise NoRoom(f"{place.model_id} has no place: {why}", do="free memory or add a node")
             placement = preview.plans[0].placement
         unknown = [node_id for node_id in placement.node_ids if node_id not in self._topology.by_id]
         if unknown:

@@ -33,11 +33,6 @@ class Arrival:
     waited: bool
     """The reader was there before the first byte was."""
 
-    @property
-    def bytes_per_second(self) -> float:
-        """0: it cannot be told."""
-        return self.half_bytes / self.half_seconds if self.half_seconds > 0 else 0.0
-
     def tells(self, least_bytes: int) -> bool:
         """Whether it says something of the link: large, waited for, in more than one piece."""
         return self.waited and self.total_bytes >= least_bytes and self.half_seconds > 0 and self.half_bytes > 0

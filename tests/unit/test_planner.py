@@ -74,7 +74,7 @@ def test_the_choice_is_what_brute_force_finds(topology, card, workload):
     best = by_brute_force(topology, card, workload)
     if best is None:
         assert preview.plans == ()
-        assert preview.why_not()
+        assert preview.refusals[0].explanation
     else:
         assert best * (1 - 1e-9) <= preview.plans[0].prediction.objective_seconds <= best * 1.002
 
@@ -224,7 +224,7 @@ def test_kv_headroom_counts_and_concurrency_changes_the_placement():
     assert len(two.plans[0].memory) == 2
     many = plan(topology, card, Workload(context_tokens=4096, concurrency=8), ANYTHING)
     assert many.plans == ()
-    assert "for 8 × 4096 tokens" in many.why_not()
+    assert "for 8 × 4096 tokens" in many.refusals[0].explanation
 
 
 # --- who may take part --------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_constraints_choose_and_exclude():
     without = plan(topology, card, SMALL, Constraints(exclude=(NodeId("ada"),)))
     assert without.plans[0].placement.node_ids == ("bea",)
     nobody = plan(topology, card, SMALL, Constraints(exclude=tuple(node.node_id for node in topology.nodes)))
-    assert "leave none of the 3 live nodes" in nobody.why_not()
+    assert "leave none of the 3 live nodes" in nobody.refusals[0].explanation
 
 
 def test_a_constraint_on_an_unknown_node_is_said():
@@ -298,7 +298,7 @@ def test_a_constraint_on_an_unknown_node_is_said():
     preview = plan(mesh(node_card("ada")), card, SMALL, Constraints(nodes=(NodeId("nobody-by-this-name"),)))
     assert preview.plans == ()
     assert preview.refusals[0].constraint == "nodes"
-    assert "…his-name is not in the mesh now" in preview.why_not()
+    assert "…his-name is not in the mesh now" in preview.refusals[0].explanation
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -348,14 +348,14 @@ def test_a_context_beyond_the_model_s_is_refused():
     card = model_card([MIB] * 4, max_context_tokens=2048)
     refused = plan(mesh(node_card("ada")), card, Workload(context_tokens=4096), ANYTHING)
     assert refused.refusals[0].constraint == "context"
-    assert "2048 tokens at most; 4096 were asked for" in refused.why_not()
+    assert "2048 tokens at most; 4096 were asked for" in refused.refusals[0].explanation
 
 
 def test_files_that_nobody_holds_are_refused():
     other = node_card("ada", holds=[(MODEL_ID, "other" * 8)])
     refused = plan(mesh(other), model_card(), SMALL, ANYTHING, may_fetch=True)
     assert refused.refusals[0].constraint == "model"
-    assert "ada holds another revision" in refused.why_not()
+    assert "ada holds another revision" in refused.refusals[0].explanation
 
 
 def test_an_empty_mesh_is_refused():

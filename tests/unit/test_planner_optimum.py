@@ -370,4 +370,4 @@ def test_layers_that_cannot_be_are_refused_with_what_was_asked():
     refused = plan(topology, card, Workload(256, 1), Constraints(layers=pins))
     assert refused.plans == ()
     assert refused.refusals[0].constraint == "layers"
-    assert "ada=5, bea=4" in refused.why_not()
+    assert "ada=5, bea=4" in refused.refusals[0].explanation
