@@ -89,10 +89,6 @@ class DialPlan:
             if self._own > node:
                 self._tries[address] = _Try(now, now + COURTESY_SECONDS)
 
-    def addresses(self, node: NodeId) -> tuple[str, ...]:
-        """The one that worked last in front."""
-        return tuple(self._addresses.get(node, ()))
-
     def nodes(self) -> frozenset[NodeId]:
         return frozenset(self._addresses)
 

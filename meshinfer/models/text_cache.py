@@ -19,7 +19,6 @@ import trio
 
 from meshinfer.base.ids import ModelId, digest_hex
 from meshinfer.models.disk import directory_name, disk_errors, publish_directory, require_free
-from meshinfer.models.filenames import TOKENIZER
 from meshinfer.models.manifest import check_info, text_files
 from meshinfer.models.progress import Watch
 from meshinfer.models.sources.peer import ReadChunk, fetch_files
@@ -34,11 +33,6 @@ class TextCache:
         self._partial = root / ".partial"
         self._publishing = trio.Lock()
         shutil.rmtree(self._partial, ignore_errors=True)  # what a killed agent left
-
-    def find(self, model_id: ModelId, digest: str) -> Path | None:
-        """The directory of this very version, if it is here."""
-        place = self._place(model_id, digest)
-        return place if (place / TOKENIZER).is_file() else None
 
     async def fetch(self, info: ModelInfo, read_chunk: ReadChunk, watch: Watch | None = None) -> Path:
         """The directory with the text files of `info`, fetched if it is not here.

@@ -121,13 +121,6 @@ class TextModel:
         ids = self._tokenizer.encode(shield.lift(renamed), add_special_tokens=False).ids
         return tuple(self._real_ids.get(token_id, token_id) for token_id in ids)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text. Special tokens' texts in it stay text.
-
-        With what the tokenizer itself sets before and after a text (such as the beginning-of-sequence token).
-        """
-        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
-
     def detokeniser(self) -> Detokeniser:
         """For one answer."""
         return Detokeniser(self._token_bytes)

@@ -60,16 +60,6 @@ class Placement:
         return PlacementId(digest_hex(repr((*content, self.context_tokens, self.concurrency, seats)).encode()))
 
     @property
-    def head(self) -> Seat:
-        """The first stage, where requests enter."""
-        return self.seats[0]
-
-    @property
-    def last(self) -> Seat:
-        """The last stage, which samples."""
-        return self.seats[-1]
-
-    @property
     def node_ids(self) -> tuple[NodeId, ...]:
         """Its nodes, each once, in pipeline order."""
         return tuple(dict.fromkeys(seat.node_id for seat in self.seats))

@@ -37,10 +37,6 @@ class Certificate:
     pem: bytes = field(repr=False)
     """Certificate and private key."""
 
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint(self.der)
-
 
 def fingerprint(der: bytes) -> str:
     """64 hex digits that name the holder of a certificate."""

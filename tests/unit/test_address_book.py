@@ -183,8 +183,10 @@ def test_hints_do_not_push_out_the_address_that_worked() -> None:
     plan.worked("192.0.2.7:1", B)
     for port in range(1, 200):
         plan.learn(B, [f"203.0.113.1:{port}"], 0)
-    assert plan.addresses(B)[0] == "192.0.2.7:1"
-    assert len(plan.addresses(B)) <= 16
+    dial = plan.redial(B)
+    assert dial is not None
+    assert dial.addresses[0] == "192.0.2.7:1"
+    assert len(dial.addresses) <= 16
 
 
 # --- whom to want -------------------------------------------------------------------------------

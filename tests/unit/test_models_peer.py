@@ -235,9 +235,7 @@ async def test_a_peer_that_lies_about_the_digest_is_found_out(there: ModelStore,
 
 async def test_an_origin_fetches_the_text_files_and_no_weights(there: ModelStore, tmp_path: Path) -> None:
     cache, wire, info = TextCache(tmp_path / "text"), Wire(there), told(there)
-    assert cache.find(TINY, info.card.digest) is None
     directory = await cache.fetch(info, wire)
-    assert directory == cache.find(TINY, info.card.digest)
     assert sorted(path.name for path in directory.iterdir()) == [
         "chat_template.jinja",
         "config.json",
@@ -258,8 +256,9 @@ async def test_two_text_fetches_at_once_end_with_one_directory(there: ModelStore
     async with trio.open_nursery() as nursery:
         for _ in range(3):
             nursery.start_soon(cache.fetch, info, Wire(there))
-    found = cache.find(TINY, info.card.digest)
-    assert [path for path in (tmp_path / "text").iterdir() if path.name != ".partial"] == [found]
+    found, wire = [path for path in (tmp_path / "text").iterdir() if path.name != ".partial"], Wire(there)
+    assert found == [await cache.fetch(info, wire)]
+    assert wire.requests == [], "it is whole"
     assert list((tmp_path / "text" / ".partial").iterdir()) == []
 
 
@@ -267,5 +266,5 @@ async def test_a_damaged_text_file_is_never_seen(there: ModelStore, tmp_path: Pa
     cache, info = TextCache(tmp_path / "text"), told(there)
     with pytest.raises(CorruptModel):
         await cache.fetch(info, Wire(there, lambda _number, _request, data: bytes(len(data))))
-    assert cache.find(TINY, info.card.digest) is None
+    assert list((tmp_path / "text").iterdir()) == [tmp_path / "text" / ".partial"]
     assert list((tmp_path / "text" / ".partial").iterdir()) == []
