@@ -17,13 +17,18 @@ from pathlib import Path
 import ifaddr
 import pytest
 import trio
+import trio.testing
 from conftest import KEY, OTHER_KEY, PATIENCE_SECONDS, Nodes, connect, next_event, until
+from libp2p.abc import IHost
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.rsa import create_new_key_pair as create_rsa_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.host.exceptions import StreamFailure
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.stream.exceptions import StreamEOF, StreamError
+from libp2p.peer.id import ID
+from libp2p.pubsub import pubsub as pubsub_module
+from libp2p.pubsub.pb.rpc_pb2 import RPC, Message
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
 from libp2p.security.security_multistream import SecurityMultistream
 from libp2p.stream_muxer.yamux.yamux import TYPE_WINDOW_UPDATE, Yamux
@@ -421,6 +426,44 @@ async def test_what_gossip_keeps_of_old_messages_is_bounded(nodes: Nodes):
     assert [len(node._router.equivocation_detection) for node in (author, reader)] == [most, most]
 
 
+async def test_a_message_that_came_already_starts_nothing(nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
+    """In a full mesh each comes from every neighbour; and no list of addresses is signed and checked for each copy."""
+    lists: list[bool] = []
+    """Whether each message that was read came with one."""
+    consume = pubsub_module.maybe_consume_signed_record
+
+    def noted(msg: RPC, host: IHost, peer_id: ID) -> bool:
+        lists.extend(msg.HasField("senderRecord") for _ in msg.publish)
+        return consume(msg, host, peer_id)
+
+    monkeypatch.setattr(pubsub_module, "maybe_consume_signed_record", noted)
+    author, reader = await nodes.start("author"), await nodes.start("reader")
+    pushed: list[Message] = []
+    push = reader._pubsub.push_msg
+
+    async def push_noted(forwarder: ID, msg: Message) -> None:
+        pushed.append(msg)
+        await push(forwarder, msg)
+
+    reader._pubsub.push_msg = push_noted
+    await connect(author, reader)
+    with trio.fail_after(PATIENCE_SECONDS):
+        while not pushed:
+            await author.publish(b"first")
+            await trio.sleep(0.05)
+    stream = author._pubsub.peers[peer_id_of(reader.node_id)]
+    await until(lambda: reader.statistics().gossip_received == len(pushed))
+    before = len(pushed)
+    for _ in range(3):
+        await author._pubsub.write_msg(stream, RPC(publish=[pushed[0]]))
+    await author.publish(b"new")
+    await until(lambda: any(message.data == b"new" for message in pushed))
+    assert [message.data for message in pushed[before:] if message.data != b"first"] == [b"new"]
+    assert pushed[0] not in pushed[before:]
+    assert lists
+    assert not any(lists)
+
+
 async def test_gossip_is_heard_after_a_quick_restart(nodes: Nodes):
     """The library counts from the second of its start; who restarts soon would pass for a repetition."""
     reader = await nodes.start("reader")
@@ -471,6 +514,25 @@ async def test_a_peer_that_dies_is_told_in_one_line_and_is_no_exception(nodes: N
 
 
 # --- what keeps strangers out -------------------------------------------------------------------
+
+
+async def test_only_of_a_member_more_is_taken_in_than_was_asked_for():
+    """Noise asks for the length of each message apart; a stranger could fill memory that nobody asked for."""
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    client = await trio.testing.open_stream_to_socket_listener(listener)
+    tcp = CountedTcp(await listener.accept())
+    await client.send_all(b"0123456789")
+    assert await tcp.read(2) == b"01"
+    assert tcp.bytes_read == 2
+    tcp.trust()
+    assert await tcp.read(1) == b"2"
+    assert tcp.bytes_read == 10, "what was there is taken in at once"
+    assert await tcp.read(3) == b"345"
+    assert await tcp.read() == b"6789"
+    await client.aclose()
+    assert await tcp.read(1) == b""
+    await tcp.abort()
+    await listener.aclose()
 
 
 async def test_plaintext_is_not_spoken(nodes: Nodes):

@@ -53,7 +53,7 @@ _SWARM_NAMES = (
     "remove_notifee",
     "set_stream_handler",
 )
-_HOST_NAMES = ("_swarm_stream_handler", "multiselect_client", "remove_stream_handler")
+_HOST_NAMES = ("_swarm_stream_handler", "multiselect_client", "remove_stream_handler", "get_addrs")
 _UPGRADER_NAMES = ("upgrade_security", "upgrade_connection", "security_multistream")
 _PUBSUB_NAMES = (
     *_PUBSUB_TASKS,
@@ -63,6 +63,8 @@ _PUBSUB_NAMES = (
     "write_msg",
     "_forget_all_subscriptions",
     "_peer_is_connected",
+    "_is_subscribed_to_msg",
+    "_is_msg_seen",
 )
 
 
@@ -126,6 +128,8 @@ def harden_host(host: BasicHost, swarm: Swarm, may_speak: Callable[[object], boo
                 del streams[peer]
 
     swarm.set_stream_handler(handle)
+    # It listens nowhere, `connections` does; and it would make an address of its own id to say so, with each message.
+    host.get_addrs = list
 
 
 def acknowledge_seldom(stream: INetStream) -> None:
@@ -181,6 +185,7 @@ def harden_pubsub(pubsub: Pubsub, router: GossipSub) -> None:
     _open_until_it_works(pubsub)
     _write_one_at_a_time(pubsub)
     _remember_subscriptions(pubsub)
+    _pass_over_the_seen(pubsub)
     # The library keeps up to 1000 messages whole, each with the buffer that it was parsed in: an idle agent among three
     # grew by 14 MiB an hour (measured).
     router.equivocation_detection = _Latest(REMEMBERED_MESSAGES)
@@ -228,11 +233,15 @@ def _open_until_it_works(pubsub: Pubsub) -> None:
 def _write_one_at_a_time(pubsub: Pubsub) -> None:
     """The library replays recent messages in one task while another writes new ones to the same stream; above 64 KiB
     their frames mix, and the peer resets the stream as garbage.
+
+    It also puts a signed list of the node's addresses into each, which is empty here (cards say where a node is), and
+    which each copy's reader would check: one signature of the two that an announcement costs, four times among five.
     """
     write = pubsub.write_msg
     locks: WeakKeyDictionary[INetStream, trio.Lock] = WeakKeyDictionary()
 
     async def write_alone(stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
+        rpc_msg.ClearField("senderRecord")
         async with locks.setdefault(stream, trio.Lock()):
             return await write(stream, rpc_msg)
 
@@ -251,6 +260,19 @@ def _remember_subscriptions(pubsub: Pubsub) -> None:
             forget(peer_id)
 
     pubsub._forget_all_subscriptions = forget_the_gone  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def _pass_over_the_seen(pubsub: Pubsub) -> None:
+    """In a full mesh a message comes from each neighbour. The library starts a task for each copy, looking for its parent
+    among all tasks, to find that it had the message: 0.2 ms where a look at once takes 0.01.
+    """
+    is_for_us = pubsub._is_subscribed_to_msg  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    def is_new_for_us(msg: rpc_pb2.Message) -> bool:
+        # Seen is only what was checked, signature and all: nobody makes a message pass for seen that is not.
+        return is_for_us(msg) and not pubsub._is_msg_seen(msg)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    pubsub._is_subscribed_to_msg = is_new_for_us  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 def _contained(task: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[None]]:
