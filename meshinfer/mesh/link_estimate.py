@@ -88,6 +88,8 @@ class Path:
     """In a row."""
     doubts: int = 0
     """Bursts in a row that settled nothing: a link that is never the same twice is not worth the whole budget."""
+    rtt_doubts: int = 0
+    """Round-trip probes in a row that settled nothing: between busy machines no two are alike."""
 
     @property
     def works(self) -> bool:
@@ -108,6 +110,7 @@ class Path:
         self.rtt.add(rtt_seconds)
         self.message.add(message_seconds)
         self.tried_at, self.failures = now, 0
+        self.rtt_doubts = self.rtt_doubts + 1 if self.rtt.in_doubt else 0
 
     def failed(self, now: float) -> None:
         self.tried_at = now

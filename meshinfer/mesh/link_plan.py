@@ -84,7 +84,7 @@ def next_job(paths: Mapping[str, Path], chosen: str | None, now: float, *, may_b
         else:
             wait = ROUND_TRIPS_SECONDS if host == chosen else OTHERS_SECONDS
             if path.rtt.in_doubt:
-                wait = min(wait, DOUBT_SECONDS)
+                wait = min(wait, DOUBT_SECONDS * 2 ** (path.rtt_doubts - 1))
         if now - path.tried_at >= wait:
             return Job(host, "round trips")
     if not may_burst:

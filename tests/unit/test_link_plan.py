@@ -85,6 +85,22 @@ def test_a_doubt_is_settled_soon_and_an_endless_one_ever_later():
     assert waits[-1] > 4 * waits[0]
 
 
+def test_a_round_trip_in_doubt_is_repeated_soon_and_an_endless_doubt_ever_later():
+    """Between busy machines no two are alike: each would cost a handshake every ten seconds, for each neighbour."""
+    path = known()
+    waits: list[float] = []
+    now = 0.0
+    for index in range(6):
+        path.answered(1e-3 * 10 ** (index + 1), 1e-5, now)
+        began = now
+        while next_job({"a": path}, "a", now, may_burst=False) is None:
+            now += 1.0
+        waits.append(now - began)
+    assert waits[0] == DOUBT_SECONDS
+    assert waits == sorted(waits)
+    assert waits[-1] == ROUND_TRIPS_SECONDS
+
+
 def test_a_dead_path_is_tried_again_but_not_at_once():
     path = known()
     path.failed(10.0)
