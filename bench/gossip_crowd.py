@@ -15,8 +15,9 @@ import trio
 
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.announcement import sign
-from meshinfer.mesh.gossip import ANSWER_BYTES, OVERHEAD_BYTES, PERIOD_SECONDS
+from meshinfer.mesh.gossip import ANSWER_BYTES, OVERHEAD_BYTES
 from meshinfer.mesh.neighbours import rarity, wanted
+from meshinfer.mesh.pace import QUIET_PERIOD_SECONDS
 from meshinfer.mesh.view import View
 from meshinfer.testing.cards import node_card
 from meshinfer.testing.network import SimNetwork, SimTransport
@@ -101,7 +102,7 @@ class Crowd:
         self.view.merge(gossip.check(signed, next(iter(self.transports.values())).verify), trio.current_time())
 
     async def _repeat(self, name: NodeId) -> None:
-        period = PERIOD_SECONDS * rarity(len(self._near))
+        period = QUIET_PERIOD_SECONDS * rarity(len(self._near))
         await trio.sleep(self.network.rng.uniform(0, period))
         while True:
             await self._announce(name)

@@ -45,6 +45,14 @@ class Heard:
         """Whether nothing differs that a reader of topologies would act on (`NodeCard.substance`): nor ages or suspicions."""
         return _substance(self) == _substance(other)
 
+    def stands_as(self, other: Heard) -> bool:
+        """Whether both name the same neighbours and suspects, whatever the figures of links; and the card says the same."""
+        return (
+            self.card.substance == other.card.substance
+            and self.suspects == other.suspects
+            and [link.target for link in self.links] == [link.target for link in other.links]
+        )
+
 
 def check(signed: SignedAnnouncement, verify: Verify) -> Heard:
     """The announcement inside `signed`.

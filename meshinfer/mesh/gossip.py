@@ -2,13 +2,14 @@
 
 Two ways, since either alone is not enough:
 
-- *Push.* This node's own announcement, never another's, is published at once on a change and every
-  two seconds anyway. Changes are gathered for 50 ms, and a node that changes all the time is held
-  to two announcements a second after its first few: what costs one node a line costs every other
-  node 6 ms (measured over gossipsub), and nothing per token belongs here.
+- *Push.* This node's own announcement, never another's, is published at once on a change, every two
+  seconds while anything is unsettled anywhere, and every four in a quiet mesh (`pace`). Changes are
+  gathered for 50 ms, and a node that changes all the time is held to two announcements a second after
+  its first few: what costs one node a line costs every other node 3 ms (measured over gossipsub among
+  five, each of whom passes it on to all), and nothing per token belongs here.
 - *Pull.* Whoever connects asks the other for all that it lacks, and every ten seconds each node asks
   one neighbour, picked at random. That repairs whatever push lost. A neighbour that is alive but has
-  not been heard for three periods is asked directly, so a mesh lives on, slower, with push broken.
+  not been heard for six seconds is asked directly, so a mesh lives on, slower, with push broken.
 
 What a node pays does not grow with the mesh, but for what really happens in it: beyond a full mesh each node repeats
 itself rarer by as much as there are more of them (`neighbours.rarity`), and what only drifts or counts waits for that;
@@ -34,8 +35,9 @@ from meshinfer.base.errors import MeshinferError, ProtocolError
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.announcement import Heard, check, sign
 from meshinfer.mesh.changes import Changes
-from meshinfer.mesh.neighbours import FULL_MESH_NODES, most_wanted, rarity
+from meshinfer.mesh.neighbours import most_wanted, rarity
 from meshinfer.mesh.own_card import OwnCard
+from meshinfer.mesh.pace import PERIOD_SECONDS, Pace
 from meshinfer.mesh.view import MergeResult, View
 from meshinfer.topology.link import Link
 from meshinfer.transport.base import MAX_CALL_BYTES, MAX_GOSSIP_BYTES, Transport
@@ -51,9 +53,6 @@ from meshinfer.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-PERIOD_SECONDS = 2.0
-"""Between announcements when nothing changes, in a full mesh. Halving it doubles idle gossip; views converge in two
-periods."""
 COALESCE_SECONDS = 0.05
 """How long a change waits for others to travel with it."""
 LINK_NEWS_SECONDS = 1.0
@@ -129,6 +128,7 @@ class Gossip:
         self._transport, self._own_card, self._view = transport, own_card, view
         self._links, self._asked_for, self._suspects = links, asked_for, suspects
         self._neighbours, self._on_merge, self._rng = neighbours, on_merge, rng
+        self._pace = Pace(own_card.card, -math.inf)
         self._wanted = Changes()
         self._soon, self._urgent = trio.Event(), trio.Event()
         """Set while such news waits to be announced."""
@@ -142,6 +142,7 @@ class Gossip:
         transport.serve(VIEW_DIGESTS, self._answer_digests)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        self._pace.told(self._own_card.card, trio.current_time())  # the first announcement is for the caller to make
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._publish_often, name="publish")
             nursery.start_soon(self._pull_often, name="pull now and then")
@@ -156,6 +157,7 @@ class Gossip:
         self._soon.set()
         if urgent:
             self._urgent.set()
+            self._pace.stir(trio.current_time())
         self._wanted.notify()
 
     def link_told(self) -> None:
@@ -163,9 +165,8 @@ class Gossip:
         self._wanted.notify()
 
     def drifted(self) -> None:
-        """Figures of links have moved: a large mesh hears of it with the next announcement."""
-        if self._view.count <= FULL_MESH_NODES:
-            self._wanted.notify()
+        """Figures of links have moved: all hear of it within a period."""
+        self._pace.drifted()
 
     def ask(self, peer: NodeId) -> None:
         """Pull from `peer` soon. Too many at once are dropped; the periodic pull makes up for it."""
@@ -193,6 +194,10 @@ class Gossip:
         links, suspects = self._told(self._links()), self._suspects()[:MAX_ANNOUNCED_SUSPECTS]
         own = sign(self._own_card.next_version(), links, self._transport.sign, suspects)
         same = own.says_the_same_as(self._view.own)
+        now = trio.current_time()
+        if own.suspects or not own.stands_as(self._view.own):
+            self._pace.stir(now)  # should this one be lost, the next is not far
+        self._pace.told(own.card, now)
         self._view.set_own(own)
         self._on_merge(own, "refreshed" if same else "changed")
         payload = encode(own.signed)
@@ -228,12 +233,13 @@ class Gossip:
     async def _publish_often(self) -> None:
         watch = self._wanted.watch()
         credit, credited = float(BURST), trio.current_time()
-        published = -math.inf
         while True:
-            with trio.move_on_after(PERIOD_SECONDS) as silence:
+            due = self._due()
+            # No longer than a period: meanwhile something may stir, or drift, that wakes nobody.
+            with trio.move_on_at(min(due, trio.current_time() + PERIOD_SECONDS)) as silence:
                 await watch.changed()
             now, rare = trio.current_time(), rarity(self._view.count)
-            if silence.cancelled_caught and now < published + PERIOD_SECONDS * rare:
+            if silence.cancelled_caught and now < self._due():
                 continue
             credit, credited = min(BURST, credit + (now - credited) / (SUSTAINED_SECONDS * rare)), now
             if credit >= 1:
@@ -247,8 +253,11 @@ class Gossip:
             watch = self._wanted.watch()  # what changed while this slept travels now
             self._soon, self._urgent = trio.Event(), trio.Event()
             credit -= 1
-            published = trio.current_time()
             await self.publish()
+
+    def _due(self) -> float:
+        """When to announce this node though there is no news of it."""
+        return self._pace.due(self._own_card.card, rarity(self._view.count), trio.current_time())
 
     # --- pull -----------------------------------------------------------------------------------
 
@@ -342,6 +351,8 @@ class Gossip:
             self._refuse(f"{heard.author}: the view is full")
             return False
         self._accepted += 1
+        if heard.suspects or (result != "refreshed" and (held is None or not heard.stands_as(held))):
+            self._pace.stir(trio.current_time())
         self._on_merge(heard, result)
         return True
 

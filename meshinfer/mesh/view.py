@@ -54,8 +54,8 @@ class Bounds:
     """How much of others' words is kept, and for how long."""
 
     lifetime_seconds: float = 15.0
-    """Of an announcement since it was received: seven periods, in a large mesh, too, where they are longer
-    (`neighbours.rarity`). Raising it keeps nodes that only rumour knows."""
+    """Of an announcement since it was received: seven periods, three and more of them in a quiet mesh (`pace`), in a large
+    one, too, where they are longer (`neighbours.rarity`). Raising it keeps nodes that only rumour knows."""
     doubt_seconds: float = 7.0
     """Links to a node that our own membership holds dead count only in announcements received this long after the
     verdict, so that what still names the node then knows better. Nearly everyone notices a death within 3 s, but a

@@ -20,6 +20,7 @@ from meshinfer.base.errors import BadInput, PeerLost
 from meshinfer.base.ids import InstanceId, NodeId, PlacementId
 from meshinfer.mesh.announcement import sign
 from meshinfer.mesh.mesh import Mesh
+from meshinfer.mesh.pace import SETTLE_SECONDS
 from meshinfer.testing.cards import node_card
 from meshinfer.testing.network import SimNetwork
 from meshinfer.topology.card import SeatReport
@@ -219,13 +220,28 @@ async def test_a_change_of_a_card_wakes_every_reader_once(autojump_clock, tmp_pa
 async def test_gossip_of_an_idle_node_is_flat(autojump_clock, tmp_path: Path) -> None:
     async with room(tmp_path) as stage:
         await stage.gather(8)
-        await trio.sleep(10)
+        await trio.sleep(2 * SETTLE_SECONDS)
         before = {node: transport.statistics() for node, transport in stage.transports.items()}
         await trio.sleep(100)
         for node, transport in stage.transports.items():
             sent = transport.statistics().gossip_sent - before[node].gossip_sent
-            assert 45 <= sent <= 55, "one in two seconds"
+            assert 23 <= sent <= 27, "one in four seconds"
             assert transport.statistics().gossip_bytes_sent - before[node].gossip_bytes_sent < sent * 4096
+
+
+async def test_after_news_of_one_all_say_what_they_know_in_each_period_for_a_while(
+    autojump_clock, tmp_path: Path
+) -> None:
+    """Whoever the news concerns decides by what others say after it."""
+    async with room(tmp_path) as stage:
+        first, *others = sorted(await stage.gather(5))
+        await trio.sleep(2 * SETTLE_SECONDS)
+        stage.network.kill(first)
+        await stage.wait(lambda: stage.all_see({*others}), 3)
+        before = {node: stage.transports[node].statistics().gossip_sent for node in others}
+        await trio.sleep(SETTLE_SECONDS - 1)
+        for node in others:
+            assert stage.transports[node].statistics().gossip_sent - before[node] >= 5
 
 
 async def test_a_node_that_changes_all_the_time_is_held_to_two_a_second(autojump_clock, tmp_path: Path) -> None:

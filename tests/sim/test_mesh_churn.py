@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mesh_room import Room, play, room, simulation
 
 from meshinfer.base.ids import NodeId
-from meshinfer.mesh.gossip import PERIOD_SECONDS
+from meshinfer.mesh.pace import PERIOD_SECONDS
 from meshinfer.testing.network import SimNetwork
 
 STOPPED_SECONDS = 2.6
