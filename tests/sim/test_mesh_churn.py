@@ -224,16 +224,16 @@ async def test_no_wall_clock_is_read(autojump_clock, tmp_path: Path, monkeypatch
 
 
 async def test_an_idle_hour_is_flat(autojump_clock, tmp_path: Path) -> None:
-    """Gossip per minute, calls per minute, what is held and what waits: the last minute as the second."""
+    """Gossip and calls in five minutes (some 74 of each node: one more or less is no news), what is held and what waits."""
     async with room(tmp_path) as stage:
         await stage.gather(3)
-        minutes: list[dict[str, int]] = []
-        for _ in range(60):
+        spans: list[dict[str, int]] = []
+        for _ in range(12):
             before = {node: transport.statistics() for node, transport in stage.transports.items()}
-            await trio.sleep(60)
+            await trio.sleep(300)
             after = {node: transport.statistics() for node, transport in stage.transports.items()}
             statistics = [mesh.statistics() for mesh in stage.meshes.values()]
-            minutes.append(
+            spans.append(
                 {
                     "gossip bytes": sum(after[n].gossip_bytes_sent - before[n].gossip_bytes_sent for n in after),
                     "gossip": sum(after[n].gossip_sent - before[n].gossip_sent for n in after),
@@ -246,10 +246,10 @@ async def test_an_idle_hour_is_flat(autojump_clock, tmp_path: Path) -> None:
                     "topology changes": sum(s.topology_changes for s in statistics),
                 }
             )
-        second, last = minutes[1], minutes[-1]
+        second, last = spans[1], spans[-1]
         for name in ("view nodes", "events waiting", "tasks", "dialling", "topology changes"):
-            assert last[name] == second[name], (name, minutes)
+            assert last[name] == second[name], (name, spans)
         for name in ("gossip bytes", "gossip", "calls", "view bytes"):
-            for minute in minutes[1:]:
-                assert abs(minute[name] - second[name]) <= 0.05 * second[name], (name, minutes)
-        assert second["gossip bytes"] < 3 * 60 * 1024, "under a kilobyte a second and node"
+            for span in spans[1:]:
+                assert abs(span[name] - second[name]) <= 0.05 * second[name], (name, spans)
+        assert second["gossip bytes"] < 3 * 300 * 512, "under half a kilobyte a second and node"
