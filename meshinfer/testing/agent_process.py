@@ -71,7 +71,7 @@ class RunningAgent:
         """
         line = ""
         try:
-            line = first_line(self.process)
+            line = _first_line(self.process)
         finally:
             if not line:
                 with contextlib.suppress(AgentProcessError):
@@ -210,7 +210,7 @@ def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return []
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
+def _first_line(process: subprocess.Popen[str]) -> str:
     """What it prints when it serves; empty if it ends, or says nothing for START_SECONDS."""
     assert process.stdout is not None
     output = process.stdout

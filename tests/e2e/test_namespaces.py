@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from mesh import FRANCE, MODEL, wait_until
 
-from meshinfer.testing.agent_process import START_SECONDS, ending, first_line
+from meshinfer.testing.agent_process import LOG_CHARACTERS, START_SECONDS, RunningAgent, ending, launch
 from meshinfer.transport.mesh_key import JOIN_CODE_VARIABLE, new_join_code
 
 pytestmark = [
@@ -33,14 +33,13 @@ pytestmark = [
 @dataclass
 class Machine:
     namespace: str
-    home: Path
-    process: subprocess.Popen[str]
+    agent: RunningAgent
 
     def run(self, *arguments: str, seconds: float = 180) -> str:
         """A meshinfer command on this machine; its standard output."""
-        command = ["ip", "netns", "exec", self.namespace, sys.executable, "-m", "meshinfer.cli", *arguments]
+        command = [*inside(self.namespace), sys.executable, "-m", "meshinfer.cli", *arguments, "--api", self.agent.url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        assert done.returncode == 0, done.stderr + (self.home / "agent.log").read_text()[-3000:]
+        assert done.returncode == 0, done.stderr + self.agent.log()[-LOG_CHARACTERS:]
         return done.stdout
 
 
@@ -84,19 +83,22 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def _machine(namespace: str, home: Path, name: str, environment: dict[str, str]) -> Iterator[Machine]:
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "meshinfer.cli", "up", "--json"]
-    command += ["--home", str(home), "--name", name, "--memory", "340MiB", "--context", "512", "--concurrency", "1"]
-    with (home / "agent.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-    with ending(process):
-        yield Machine(namespace, home, process)
+    options = ("--name", name, "--memory", "340MiB", "--context", "512", "--concurrency", "1")
+    agent = launch(home, *options, prefix=inside(namespace), environment=environment)
+    with ending(agent.process):
+        yield Machine(namespace, agent)
+
+
+def inside(namespace: str) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", namespace)
 
 
 def test_two_machines_without_a_route_find_each_other_and_serve(machines: tuple[Machine, Machine]) -> None:
     one, other = machines
     for machine in machines:
-        started = json.loads(first_line(machine.process))
-        assert [a for a in started["addresses"] if a.startswith("10.77.0.")], started
+        machine.agent.wait_started()
+        addresses = machine.agent.started["addresses"]
+        assert [a for a in addresses if a.startswith("10.77.0.")], addresses
 
     def found() -> bool:
         nodes = json.loads(one.run("status", "--json"))["topology"]["nodes"]
