@@ -15,6 +15,7 @@ import psutil
 from meshinfer.wire.runner_control import Heartbeat
 
 _SMOOTHING = 0.1
+"""Of the newest step; the first ten weigh the same, since the very first takes many times what later ones do."""
 
 
 @dataclass(slots=True)
@@ -25,6 +26,11 @@ class Progress:
     busy_since: float | None = None
     """Monotonic; None when idle."""
     busy_tokens: int = 0
+    """Of a prompt."""
+    prompt_seconds: float = 0.0
+    """The longest step of a prompt so far, the first left out: it waits for pages and kernels that later ones find."""
+    prompt_tokens: int = 0
+    """That it read."""
     sessions: int = 0
     waiting: int = 0
     active_bytes: int = 0
@@ -38,8 +44,11 @@ class Progress:
     """Of the engine: what a step takes if nothing else is done here."""
     computing_seconds: float = 0.0
     _computing_since: float = 0.0
+    _decode_steps: int = 0
+    _prompt_steps: int = 0
 
     def begin_step(self, tokens: int) -> None:
+        """`tokens`: of a prompt; 0 for a step that samples."""
         self.busy_tokens, self.busy_since = tokens, time.monotonic()
         self._computing_since = self.timer()
 
@@ -47,10 +56,16 @@ class Progress:
         """A step is through this stage."""
         assert self.busy_since is not None
         seconds, computing = time.monotonic() - self.busy_since, self.timer() - self._computing_since
+        tokens = self.busy_tokens
         self.be_idle()
         self.steps += 1
+        if tokens:
+            self._prompt_steps += 1
+            if self._prompt_steps > 1 and seconds > self.prompt_seconds:
+                self.prompt_seconds, self.prompt_tokens = seconds, tokens
         if decode:
-            weight = _SMOOTHING if self.step_seconds else 1.0
+            self._decode_steps += 1
+            weight = max(_SMOOTHING, 1 / self._decode_steps)
             self.step_seconds += weight * (seconds - self.step_seconds)
             self.computing_seconds += weight * (computing - self.computing_seconds)
 
@@ -71,6 +86,8 @@ class Progress:
             step_seconds=self.step_seconds,
             tokens=self.tokens,
             busy_tokens=self.busy_tokens,
+            prompt_seconds=self.prompt_seconds,
+            prompt_tokens=self.prompt_tokens,
             recomputed_tokens=self.recomputed_tokens,
             kept_bytes=self.kept_bytes,
             computing_seconds=self.computing_seconds,

@@ -344,7 +344,8 @@ class SeatLoop:
 
 
 def _tokens_of(control: StepControl) -> int:
-    return 0 if control.recalls else sum(count for _, _, count in control.rows)
+    """Of prompts."""
+    return 0 if control.recalls or control.samples else sum(count for _, _, count in control.rows)
 
 
 def _record_frame(record: RunnerRecord) -> Frame:

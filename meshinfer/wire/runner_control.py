@@ -124,7 +124,7 @@ class Heartbeat:
     tokens: Annotated[int, at_least(0)]
     """Tokens sampled since start (last stage)."""
     busy_tokens: Annotated[int, at_least(0)] = 0
-    """Of the current step: as many as it reads, over all its sessions; 0 when idle."""
+    """Of the current step, if it reads prompts: as many as it reads, over all its sessions; 0 when it samples or is idle."""
     recomputed_tokens: Annotated[int, at_least(0)] = 0
     """Tokens that this stage computed since start though some stage had computed them before: of sessions that were
     opened again."""
@@ -132,6 +132,10 @@ class Heartbeat:
     """What it keeps in case a session is opened again: caches of sessions that broke off, outputs of running ones."""
     computing_seconds: Annotated[float, finite(0)] = 0.0
     """The same decode step on the engine's own clock, which leaves out what others on the machine made it wait."""
+    prompt_seconds: Annotated[float, finite(0)] = 0.0
+    """The longest step so far that read of prompts; 0: there was none."""
+    prompt_tokens: Annotated[int, at_least(0)] = 0
+    """That it read."""
 
 
 @dataclass(frozen=True, slots=True)
