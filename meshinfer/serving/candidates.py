@@ -61,7 +61,8 @@ class CandidateSource:
         rests = self._failures.rests(instance_id, now) if ask.placement is None else ()
         topology = without(silent, with_memory_of(self._ports.topology(), instance_id))
         rested = without(frozenset(rest.node_id for rest in rests), topology)
-        doubtful = self._ports.doubtful() | troubled | frozenset(ask.out_of_reach)
+        # To lease a seat on one that this node does not reach takes a call's whole deadline, and then it is planned anew.
+        doubtful = self._ports.doubtful() | self._ports.out_of_reach() | troubled | frozenset(ask.out_of_reach)
         sure = without(doubtful, topology)
         refusals: list[Refusal] = []
         # What serves all but one origin is replaced by what serves that one, too, or not at all.

@@ -4,8 +4,9 @@ One that dies closes its sockets, and all know. One that is frozen or hangs clos
 waits. Its own agent finds it out, and should do so before its head gives a step up (`pipeline.patience`):
 
     silent    it said nothing between some looks: none of its threads runs (stopped, swapped out)
-    stuck     some heartbeats in a row say that it has been in one step for too long: only the one that computes hangs
-    overdue   a share of either, which is enough where others miss it, too (docs/decisions/overdue-is-not-warm.md)
+    stuck     some heartbeats say that it has been in one step for too long: only the one that computes hangs
+    waiting   it has sessions, is in no step and makes none: a neighbour's answer does not come
+    overdue   a share of the first two, which is enough where others miss it, too (docs/decisions/overdue-is-not-warm.md)
 
 What a machine does to all its processes is no runner's fault. A look or a heartbeat that comes late is of a node that
 slept or whose cores are taken, and blames nobody; whose words come late as a rule may be silent for longer, and whose
@@ -43,13 +44,18 @@ GAP_FADES = 0.95
 
 STUCK_FLOOR_SECONDS = 0.75
 STUCK_FACTOR = 5.0
-"""How much longer than usual a step may take. A token of a prompt never takes longer than a step that samples one."""
+"""How much longer than usual a step may take. A token of a prompt never takes longer than a step that samples one, and a
+step of prompts no longer than the longest yet, or as many times that as it reads more."""
 STUCK_FIRST_SECONDS = 30.0
 STUCK_FIRST_SECONDS_PER_TOKEN = 0.5
 """While nothing is usual yet; as patient as the head is with the others (`pipeline.patience`)."""
 STUCK_BEATS = 5
-"""In a row that must say so, none of them late: a runner that was stopped in mid-step and goes on is through with it in
+"""Of one step that must say so; late ones do not count: a runner that was stopped in mid-step and goes on is through with it in
 a second and a quarter. With the floor above, a step that hangs is known after 1.75 to 2 s: before its head gives it up."""
+
+WAITING_SECONDS = 2.0
+"""For a neighbour that does not answer this node's pings either. As long as a head waits for a step once it knows how long
+steps are; before, it waits for half a minute."""
 
 OVERDUE_SHARE = 0.6
 """Of what a runner is allowed when only its own agent misses it, where others miss it, too: its instance broke, or the
@@ -68,17 +74,23 @@ class RunnerWatch:
     longest_gap_seconds: float = 0.0
     """Between two words of late; it fades."""
     stuck_beats: int = 0
-    """In a row."""
+    """Since its last step of a usual length began."""
+    steps: int = 0
+    waits_since: float = math.inf
+    """When it was first heard to wait since it last did anything."""
 
     def heard(self, message: RunnerMessage, now: float) -> RunnerWatch:
         if not isinstance(message, Heartbeat):
             return replace(self, heard_at=now, silent_looks=0)
         gap = now - self.heard_at if self.heard_at else 0.0
-        is_stuck = message.busy_seconds > _honest_seconds(message) and not is_late(gap)
+        stuck_beats = self.stuck_beats if is_late(gap) else self.stuck_beats + 1
+        waits = message.sessions > 0 and not message.busy_seconds and message.steps == self.steps
         return RunnerWatch(
             heard_at=now,
             longest_gap_seconds=max(min(gap, LONGEST_GAP_SECONDS), GAP_FADES * self.longest_gap_seconds),
-            stuck_beats=self.stuck_beats + 1 if is_stuck else 0,
+            stuck_beats=stuck_beats if message.busy_seconds > _honest_seconds(message) else 0,
+            steps=message.steps,
+            waits_since=min(self.waits_since, now) if waits else math.inf,
         )
 
     def looked_at(self) -> RunnerWatch:
@@ -91,6 +103,9 @@ class RunnerWatch:
 
     def is_stuck(self, share: float = 1.0) -> bool:
         return self.stuck_beats >= math.ceil(share * STUCK_BEATS)
+
+    def is_waiting(self, now: float) -> bool:
+        return now - self.waits_since >= WAITING_SECONDS
 
     def is_overdue(self, now: float) -> bool:
         """Whether it is the likely reason, where others say that something is wrong."""
@@ -106,4 +121,7 @@ def _honest_seconds(beat: Heartbeat) -> float:
     """How long the step that a runner is in may take before something is wrong with it."""
     if not beat.step_seconds:
         return STUCK_FIRST_SECONDS + STUCK_FIRST_SECONDS_PER_TOKEN * beat.busy_tokens
-    return max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * beat.step_seconds * max(1, beat.busy_tokens))
+    usual = beat.step_seconds * max(1, beat.busy_tokens)
+    if beat.busy_tokens and beat.prompt_tokens:
+        usual = min(usual, beat.prompt_seconds * max(1.0, beat.busy_tokens / beat.prompt_tokens))
+    return max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * usual)

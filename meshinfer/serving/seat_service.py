@@ -305,11 +305,13 @@ class SeatService:
                     stopping.start_soon(partial(held.runner.stop, at_once=effect.at_once))
         for effect in effects:
             if isinstance(effect, StartRunner) and self._nursery is not None:
-                self._nursery.start_soon(self._run_seat, effect.key, effect.placement)
+                # From now on: who releases it before its task has begun must find it.
+                starting = self._starting[effect.key] = _Starting()
+                self._nursery.start_soon(self._run_seat, effect.key, effect.placement, starting)
         self._announce()
         self._stirred.set()
 
-    async def _run_seat(self, key: SeatKey, placement: Placement) -> None:
+    async def _run_seat(self, key: SeatKey, placement: Placement, starting: _Starting) -> None:
         """One runner's life, from its start to its obituary."""
 
         def fetched(done_bytes: int, total_bytes: int) -> None:
@@ -318,19 +320,23 @@ class SeatService:
 
         runner: Runner | None = None
         path: Path | None = None
-        starting = self._starting[key] = _Starting()
         try:
             with starting.scope:
                 path = await self._ports.model_path(placement.model_id, fetched)
                 runner = await self.give_way.start(self._spares.take)
         except (MeshinferError, OSError) as error:
             code = error.code if isinstance(error, MeshinferError) else ""
-            await self._perform(self._ledger.fail(key, str(error), trio.current_time(), code))
+            if self._starting.get(key) is starting:
+                await self._perform(self._ledger.fail(key, str(error), trio.current_time(), code))
             return
         finally:
-            del self._starting[key]
+            # What is loaded ahead is always of epoch 0: the next of that name may have begun while this one ended.
+            if self._starting.get(key) is starting:
+                del self._starting[key]
             starting.over.set()
-        if runner is None:  # released before there was one
+        if starting.scope.cancel_called or runner is None:  # released before there was one
+            if runner is not None:
+                await runner.stop()
             return
         log.info("seat %s: process %d is to be its runner", key, runner.pid)
         held = self._held[key] = _Held(key, placement, runner)
@@ -358,8 +364,11 @@ class SeatService:
                 nursery.cancel_scope.cancel()
         finally:
             held.linking.cancel()
-            self._held.pop(held.key, None)
-        await self._perform(self._ledger.fail(held.key, why, trio.current_time()))
+            is_its_seats = self._held.get(held.key) is held and held.key not in self._starting
+            if self._held.get(held.key) is held:
+                del self._held[held.key]
+        if is_its_seats:
+            await self._perform(self._ledger.fail(held.key, why, trio.current_time()))
 
     async def _rebind(self, effect: RebindRunner) -> None:
         """The runner of the old epoch's seat goes on as the new one's.
@@ -487,8 +496,12 @@ class SeatService:
     async def _look_at_runners(self) -> None:
         while True:
             await trio.sleep(LOOK_SECONDS)
-            if effects := self._ledger.look_at_runners(trio.current_time()):
+            now = trio.current_time()
+            if effects := self._ledger.look_at_runners(now):
                 await self._perform(effects)
+            if out_of_reach := self._ports.out_of_reach():
+                for key, lost in self._ledger.cut_off(out_of_reach, now):
+                    await self._heard(self._held[key], lost)  # as if its runner had said so
 
     async def _refresh_counters(self) -> None:
         while True:

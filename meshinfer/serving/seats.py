@@ -42,7 +42,7 @@ from meshinfer.serving.runner_watch import RunnerWatch, is_late
 from meshinfer.serving.view import AHEAD, Instance
 from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement
-from meshinfer.wire.messages import Deletion, SeatRef
+from meshinfer.wire.messages import ChannelRole, Deletion, SeatRef
 from meshinfer.wire.runner_control import (
     ChannelLost,
     Heartbeat,
@@ -436,6 +436,19 @@ class SeatLedger:
                     effects += self.fail(seat.key, "its runner lives and says nothing", now, at_once=True)
         return effects
 
+    def cut_off(self, out_of_reach: AbstractSet[NodeId], now: float) -> list[tuple[SeatKey, ChannelLost]]:
+        """Seats whose runner waits, with a neighbour that this node does not reach: its channel is as good as broken.
+
+        To be asked after each look. A link that passes nothing breaks no socket for many seconds.
+        """
+        why = "nothing comes, and this node does not reach that one"
+        found: list[tuple[SeatKey, ChannelLost]] = []
+        for seat in self._seats.values():
+            if seat.state == "ready" and seat.watch.is_waiting(now) and not is_late(now - self._looked_at):
+                lost = [ends for ends in _neighbours(seat) if seat.placement.seats[ends[1]].node_id in out_of_reach]
+                found += [(seat.key, ChannelLost(*ends, why)) for ends in lost[:1]]
+        return found
+
     def fail(self, key: SeatKey, error: str, now: float, code: str = "", *, at_once: bool = False) -> list[SeatEffect]:
         """The seat cannot go on: free it now, and announce why for a while. `code`: the class of the error."""
         seat = self._seats.get(key)
@@ -629,3 +642,11 @@ class SeatLedger:
             error=seat.error,
             error_code=seat.error_code,
         )
+
+
+def _neighbours(seat: _Seat) -> tuple[tuple[ChannelRole, int], ...]:
+    """The channels that a step and its answer go through, and the seats at their other ends."""
+    own, last = seat.key.seat_index, len(seat.placement.seats) - 1
+    following: tuple[ChannelRole, int] = ("activations", own + 1) if own < last else ("samples", 0)
+    before: tuple[ChannelRole, int] = ("activations", own - 1) if own else ("samples", last)
+    return following, before

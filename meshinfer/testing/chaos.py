@@ -140,6 +140,11 @@ def scenarios() -> tuple[Scenario, ...]:
     # Asked to leave, a node lets its own clients' answers end and has its seats loaded elsewhere: nobody sees an error.
     leavers: tuple[Part, ...] = (*parts, "origin")
     found += [Scenario(f"{part} leaves", (Fault("leave", part),)) for part in leavers]
+    both: tuple[tuple[Part, Part], ...] = (("head", "middle"), ("middle", "last"))
+    for one, other in both:
+        found.append(
+            Scenario(f"{one} and {other} leave at once", (Fault("leave", one), Fault("leave", other)), nodes=6)
+        )
     found.append(Scenario("kill a bystander", (Fault("kill", "bystander"),)))
     found.append(Scenario("kill and restart middle", (Fault("kill", "middle", seconds=1.0),)))
     found.append(Scenario("split for 10 s", (Fault("split", "origin", seconds=10.0),), nodes=6))

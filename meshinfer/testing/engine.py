@@ -48,6 +48,8 @@ HEARTBEAT_SECONDS = 0.25
 """As real ones."""
 PATIENCE_SECONDS = 2.0
 """How long a head waits for one stage of a step: the floor of real heads."""
+FIRST_PATIENCE_SECONDS, FIRST_STEPS = 30.0, 3
+"""Before it has seen so many steps of one token, as real ones."""
 DIAL_SECONDS = 5.0
 
 
@@ -261,6 +263,9 @@ class FakeRunner:
         self._outbox_send, self._outbox = trio.open_memory_channel[RunnerMessage](1024)
         self._nursery: trio.Nursery | None = None
         self._tokens = 0
+        self._steps = 0
+        self._steps_led = 0
+        """As head, of one token, in this epoch."""
         self._usual_seconds = 0.0
         """Of a token's step; 0 before the first."""
         self._broken = False
@@ -386,7 +391,7 @@ class FakeRunner:
             self._say(Linked())
 
     def _be(self, seat: LoadSeat) -> None:
-        self._seat, self._broken = seat, False
+        self._seat, self._broken, self._steps_led = seat, False, 0
         self._neighbours.clear()
         if len(seat.placement.seats) == 1:
             self._say(Linked())
@@ -412,7 +417,7 @@ class FakeRunner:
             await self._fabric.moves(self.node_id)
             busy = shared_time() - self._hangs_since if self._hangs_since is not None else 0.0
             if not self._is_frozen:
-                counts = (self._tokens, busy, len(self.sessions), 0, 1000, 0, 1000, self._usual_seconds, self._tokens)
+                counts = (self._steps, busy, len(self.sessions), 0, 1000, 0, 1000, self._usual_seconds, self._tokens)
                 self._say(Heartbeat(*counts))
 
     def take_channel(self, channel: FakeChannel) -> None:
@@ -479,7 +484,8 @@ class FakeRunner:
         speed = self._fabric.speed
         seconds = speed.step_seconds if tokens == 1 else speed.prefill_seconds_per_token * tokens
         stages = len(seat.placement.seats)
-        with trio.move_on_after(PATIENCE_SECONDS + 5 * seconds * stages):
+        patience = PATIENCE_SECONDS if self._steps_led >= FIRST_STEPS else FIRST_PATIENCE_SECONDS
+        with trio.move_on_after(patience + 5 * seconds * stages):
             runner = self
             for index in range(stages):
                 step = Step(runner.node_id, seat.instance_id, seat.epoch, index, session_id, start, tokens)
@@ -490,10 +496,11 @@ class FakeRunner:
                     await self.network.carry(runner.node_id, following.node_id)
                 runner = following
             await self.network.clear(runner.node_id, self.node_id)
+            self._steps_led += tokens == 1
             return runner
         await self.moves()
         if self._seat is seat:
-            self._break("activations", f"a step had no answer for {PATIENCE_SECONDS:.0f} s")
+            self._break("activations", f"a step had no answer for {patience:.0f} s")
         return None
 
     async def run_stage(self, step: Step, seconds: float) -> FakeRunner | None:
@@ -502,6 +509,7 @@ class FakeRunner:
         seat = self._seat
         if self.dead or self._broken or seat is None or seat.epoch != step.epoch:
             return None
+        self._steps += 1
         self._usual_seconds = 0.01 if step.tokens == 1 else self._usual_seconds
         self._fabric.witness(step)
         return self if step.seat_index == len(seat.placement.seats) - 1 else self._neighbours.get("activations")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import trio
@@ -168,3 +168,24 @@ def test_a_repair_that_waits_for_silent_nodes_holds_up_no_other_model() -> None:
         await cluster.until(lambda: begun == set(both))
 
     simulate(Cluster(random.Random(1), others=models), scenario, 3)
+
+
+def test_a_link_that_passes_nothing_before_its_head_knows_how_long_steps_take_costs_no_half_minute() -> None:
+    """The head is patient with the first steps, and no socket breaks; but its agent's pings go that way, too."""
+
+    async def scenario(cluster: Cluster) -> None:
+        origin, *holders = cluster.nodes[:4]
+        among = Constraints(nodes=tuple(node.node_id for node in holders))
+        await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, among))
+        times: list[float] = []
+
+        def came(index: int) -> None:
+            times.append(trio.current_time())
+            if index == 0:
+                head, middle, _ = origin.instances()[0].placement.node_ids
+                cluster.network.cut([head], [middle])
+
+        assert await cluster.ask(origin, cluster.request((1, 2), 9), came) == exact_answer((1, 2), 7, 9)
+        assert max(after - before for before, after in pairwise(times)) < 5.0
+
+    simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 6)

@@ -1,5 +1,7 @@
 """A runner that lives and does nothing is found out; one that only slept, or has much to read, is not."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
@@ -13,6 +15,7 @@ from meshinfer.serving.runner_watch import (
     SILENT_LOOKS,
     SILENT_SECONDS,
     STUCK_BEATS,
+    WAITING_SECONDS,
 )
 from meshinfer.serving.seats import (
     RebindRunner,
@@ -50,8 +53,12 @@ def book() -> SeatLedger:
     return ledger
 
 
-def beat(busy_seconds: float, *, step_seconds: float = 0.01, busy_tokens: int = 1) -> Heartbeat:
-    return Heartbeat(9, busy_seconds, 1, 0, 1000, 0, 1000, step_seconds, 9, busy_tokens)
+def beat(
+    busy_seconds: float, *, step_seconds: float = 0.01, busy_tokens: int = 0, prompt: tuple[float, int] = (0.0, 0)
+) -> Heartbeat:
+    """`prompt`: seconds and tokens of the longest step yet that read of one."""
+    beat = Heartbeat(9, busy_seconds, 1, 0, 1000, 0, 1000, step_seconds, 9, busy_tokens)
+    return replace(beat, prompt_seconds=prompt[0], prompt_tokens=prompt[1])
 
 
 def states(book: SeatLedger) -> list[str]:
@@ -108,7 +115,7 @@ def test_warm_layers_whose_runner_is_frozen_are_no_help_to_a_repair(book: SeatLe
     assert book.promised_bytes == 0
 
 
-def test_a_step_that_does_not_end_is_given_up_after_some_beats_in_a_row(book: SeatLedger) -> None:
+def test_a_step_that_does_not_end_is_given_up_after_some_beats(book: SeatLedger) -> None:
     now = beats(book, start=1.0)
     for number in range(STUCK_BEATS - 1):
         assert book.runner_said(KEY, beat(6.0 + number / 4), now := now + HEARTBEAT_SECONDS) == []
@@ -118,6 +125,22 @@ def test_a_step_that_does_not_end_is_given_up_after_some_beats_in_a_row(book: Se
     assert book.runner_said(KEY, beat(8.0), now + HEARTBEAT_SECONDS) == [
         StopRunner(KEY, "its runner has been in one step for 8 s", at_once=True)
     ]
+
+
+def test_a_beat_that_comes_late_neither_counts_nor_lets_it_off(book: SeatLedger) -> None:
+    now = beats(book, start=1.0)
+    for number in range(2 * STUCK_BEATS - 1):  # on a busy machine every other does
+        now += HEARTBEAT_SECONDS if number % 2 else 3 * HEARTBEAT_SECONDS
+        assert book.runner_said(KEY, beat(6.0), now) == []
+    assert book.runner_said(KEY, beat(6.0), now + HEARTBEAT_SECONDS) != []
+
+
+def test_reading_a_prompt_that_hangs_is_given_up_by_what_prompts_took(book: SeatLedger) -> None:
+    now = beats(book, start=1.0)
+    hung = beat(11.0, busy_tokens=512, prompt=(2.0, 512), step_seconds=0.1)
+    for _ in range(STUCK_BEATS - 1):
+        assert book.runner_said(KEY, hung, now := now + HEARTBEAT_SECONDS) == []
+    assert book.runner_said(KEY, hung, now + HEARTBEAT_SECONDS) != []
 
 
 def test_a_step_that_hangs_is_known_before_its_head_gives_it_up(book: SeatLedger) -> None:
@@ -219,6 +242,10 @@ def test_what_hangs_is_found_out_in_the_next_epoch_too_and_as_soon(book: SeatLed
     "honest",
     [
         beat(50.0, step_seconds=0.1, busy_tokens=512),  # a chunk of a prompt on a slow machine
+        beat(
+            9.0, busy_tokens=20, prompt=(2.0, 512), step_seconds=0.1
+        ),  # a short one may have as much that is the same for all
+        beat(19.0, busy_tokens=1024, prompt=(2.0, 512), step_seconds=0.1),
         beat(200.0, step_seconds=0.0, busy_tokens=512),  # the first one, with BLAS of the slowest kind
         beat(25.0, step_seconds=0.0),  # the first step reads the weights from disk
         beat(0.7),  # a machine that swaps, each time anew
@@ -229,3 +256,39 @@ def test_a_step_that_has_reason_to_be_long_is_waited_for(book: SeatLedger, hones
     for _ in range(3 * STUCK_BEATS):
         assert book.runner_said(KEY, honest, now := now + HEARTBEAT_SECONDS) == []
     assert states(book) == ["ready"]
+
+
+@pytest.mark.parametrize(
+    ("index", "lost", "blamed"), [(0, "b", ("activations", 1)), (1, "a", ("activations", 0)), (0, "c", ("samples", 2))]
+)
+def test_a_runner_that_waits_with_a_neighbour_out_of_reach_has_lost_its_channel(
+    index: int, lost: str, blamed: tuple[str, int]
+) -> None:
+    placement = replace(
+        PLACEMENT, seats=tuple(Seat(NodeId(node), at, at + 1) for at, node in enumerate("abc")), layer_count=3
+    )
+    key = SeatKey(KEY.instance_id, 1, index)
+    ledger = SeatLedger(NodeId("abc"[index]), 100 * MIB, 15.0, 60.0)
+    ledger.lease(key, placement, 50 * MIB, 0.0)
+    ledger.commit(SeatRef(key.instance_id, 1, placement.placement_id), 0.0)
+    ledger.runner_said(key, Loaded(40 * MIB, 50 * MIB, 1.0), 0.0)
+    ledger.runner_said(key, Linked(), 0.0)
+    gone = frozenset({NodeId(lost)})
+    found: list[tuple[float, str, int]] = []
+    for quarter in range(1, 40):
+        now = quarter * HEARTBEAT_SECONDS
+        works = now <= 3.0
+        ledger.runner_said(key, replace(beat(0.0), steps=quarter if works else 12), now)
+        ledger.look_at_runners(now)
+        assert ledger.cut_off(frozenset({NodeId("d")}), now) == []
+        found += [(now, message.role, message.seat) for _, message in ledger.cut_off(gone, now)]
+    first, *_ = found
+    assert first == (3.0 + HEARTBEAT_SECONDS + WAITING_SECONDS, *blamed), "not while it works"
+
+
+def test_a_runner_without_sessions_waits_for_nobody(book: SeatLedger) -> None:
+    for quarter in range(1, 40):
+        now = quarter * HEARTBEAT_SECONDS
+        book.runner_said(KEY, replace(beat(0.0), sessions=0), now)
+        book.look_at_runners(now)
+        assert book.cut_off(frozenset({NodeId("a")}), now) == []
