@@ -394,19 +394,21 @@ class SeatService:
 
     def _may_start_spare(self) -> bool:
         """There is memory for a runner beyond what is promised, and nothing loads or is about to that it would slow down."""
-        card = self._ports.own_card()
         states = {report.state for report in self._ledger.reports()}
-        has_room = card.memory_usable_bytes - self._ledger.promised_bytes >= card.runner_overhead_bytes
-        return self._ports.settings.spare_runner and has_room and states <= {"ready", "cut"}
+        return self._may_keep_spare() and self._has_room_for_runner() and states <= {"ready", "cut"}
 
     def _may_keep_spare(self) -> bool:
-        """One may be started, or a leased seat is about to take it.
+        """There is memory for it, or a leased seat is about to take it: what that promises has a runner's in it.
 
-        What that promises has the memory of a runner in it; to end the spare now would cost the seat the two seconds
-        that it is here to save.
+        Above all after a seat has failed: its next life is about to begin, and to end the spare now would cost it the two
+        seconds that the spare is here to save.
         """
         is_awaited = any(report.state == "leased" for report in self._ledger.reports())
-        return self._may_start_spare() or (self._ports.settings.spare_runner and is_awaited)
+        return self._ports.settings.spare_runner and (self._has_room_for_runner() or is_awaited)
+
+    def _has_room_for_runner(self) -> bool:
+        card = self._ports.own_card()
+        return card.memory_usable_bytes - self._ledger.promised_bytes >= card.runner_overhead_bytes
 
     async def _heard(self, held: _Held, message: RunnerMessage) -> None:
         if isinstance(message, Heartbeat):

@@ -189,3 +189,19 @@ def test_a_link_that_passes_nothing_before_its_head_knows_how_long_steps_take_co
         assert max(after - before for before, after in pairwise(times)) < 5.0
 
     simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 6)
+
+
+def test_a_spare_process_waits_for_the_seat_whose_runner_failed_also_while_that_rests() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        origin = cluster.nodes[0]
+        await cluster.ask(origin, cluster.request((1, 2), 2))
+        middle = origin.instances()[0].placement.node_ids[1]
+        for _ in range(2):  # the second time its next life begins after two seconds only
+            await cluster.until(lambda: len(cluster.fabric.processes_of(middle)) == 2, 30.0)
+            (runner,) = cluster.fabric.runners_of(middle)
+            (spare,) = [each for each in cluster.fabric.processes_of(middle) if each is not runner]
+            runner.die("killed by SIGKILL")
+            await cluster.until(lambda: bool(cluster.fabric.runners_of(middle)), 30.0)
+            assert cluster.fabric.runners_of(middle) == [spare]
+
+    simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 3)
