@@ -149,8 +149,11 @@ class Placer:
         workload: Workload,
         waiting: Callable[[Waiting], None],
         avoid: frozenset[NodeId] = frozenset(),
+        tokens: int = 0,
     ) -> Instance:
         """An instance of `model_id` that is ready, placed and loaded if need be; without the nodes to `avoid` if it can.
+
+        Of several, one that reserves context for the `tokens` of prompt and answer; if none does, any.
 
         Waits as long as there is progress; the caller brings the deadline of the request.
 
@@ -162,7 +165,7 @@ class Placer:
         failure: MeshinferError = PeerLost(f"{model_id} could not be placed: what was placed does not show")
         watch = self._ports.watch()
         for _ in range(PLACING_TRIES):
-            instance = self._instance_of(model_id)
+            instance = self._instance_of(model_id, tokens)
             if instance is None or not self._ports.is_usable(instance, avoid):
                 waiting(Waiting("planning", 0.0))
                 try:
@@ -178,7 +181,7 @@ class Placer:
                 waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
                 with trio.move_on_after(STRANGER_SECONDS):  # a stranger is lost by time alone
                     await watch.changed()
-                now = self._instance_of(model_id)
+                now = self._instance_of(model_id, tokens)
                 if now is None or not self._ports.is_usable(now, avoid):
                     failure, now = _failure_of(now or instance), None
                 instance = now
@@ -252,12 +255,19 @@ class Placer:
             )
         return await self._planner.delete(found[0])
 
-    def _instance_of(self, model_id: ModelId) -> Instance | None:
-        """The best one to use: ready before loading before the rest."""
+    def _instance_of(self, model_id: ModelId, tokens: int) -> Instance | None:
+        """The best one to use: those with context enough, and of these ready before loading before the rest.
+
+        Also a broken one before one that is too small: it can be repaired.
+        """
         order = {"ready": 0, "loading": 1, "placing": 2, "broken": 3}
         return min(
             self._ports.instances_of(model_id),
-            key=lambda instance: (order[instance.state], instance.instance_id),
+            key=lambda instance: (
+                instance.placement.context_tokens < tokens,
+                order[instance.state],
+                instance.instance_id,
+            ),
             default=None,
         )
 

@@ -251,7 +251,8 @@ class Sessions:
         def waiting(sign: Waiting) -> None:
             events.send_nowait(sign)
 
-        instance = await self._placer.ready_instance(request.model_id, request.workload, waiting, avoid)
+        tokens = len(request.prompt_ids) + request.max_new_tokens
+        instance = await self._placer.ready_instance(request.model_id, request.workload, waiting, avoid, tokens)
         _check_context(request, instance)
         token_log.goes_on_with(instance.placement.model_digest)
         link = await self._links.get(instance)

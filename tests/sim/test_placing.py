@@ -21,7 +21,9 @@ from meshinfer.serving.placing import Placer
 from meshinfer.serving.requests import Waiting
 from meshinfer.serving.sessions import Sessions
 from meshinfer.serving.view import Instance
+from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
+from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import COMMIT, LEASE, Deletion, Lease, LeaseAnswer, Place, SeatRef
 
@@ -72,6 +74,26 @@ def test_who_asks_after_a_deletion_is_not_given_what_is_about_to_vanish() -> Non
         await cluster.until(lambda: [(i.epoch, i.state) for i in planner.instances()] == [(placed.epoch, "ready")])
 
     simulate(scenario, 4)
+
+
+def test_a_request_takes_the_instance_that_has_context_for_it_and_goes_on_there_after_a_repair() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        origin, small, large = cluster.nodes[0], Workload(64, 1), Workload(256, 1)
+        for count, workload in enumerate((small, large), start=1):
+            await origin.serving.placer.place(Place(cluster.model.model_id, workload, Constraints()))
+            await cluster.until(lambda count=count: [i.state for i in origin.instances()] == ["ready"] * count)
+        (fits,) = (i for i in origin.instances() if i.placement.context_tokens == 256)
+        assert fits.instance_id > min(i.instance_id for i in origin.instances()), "else it would be taken anyway"
+
+        def on_token(index: int) -> None:
+            if index == 40:
+                victim = next(node for node in fits.placement.node_ids if node != origin.node_id)
+                cluster.kill(cluster.node_of(victim))
+
+        request = cluster.request((1, 2), 150, workload=large)
+        assert await cluster.ask(origin, request, on_token) == exact_answer((1, 2), 7, 150)
+
+    whole_agents.simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SPEED), scenario, 9)
 
 
 def test_a_planner_that_missed_a_deletion_places_at_the_first_request_after_it() -> None:
@@ -243,6 +265,7 @@ def test_an_answer_that_waits_for_room_takes_back_a_node_that_is_reached_again()
                 workload: Workload,
                 waiting: Callable[[Waiting], None],
                 avoid: frozenset[NodeId] = frozenset(),
+                tokens: int = 0,
             ) -> Instance:
                 nonlocal out_of_reach
                 avoided.append(avoid)
@@ -251,7 +274,7 @@ def test_an_answer_that_waits_for_room_takes_back_a_node_that_is_reached_again()
                 if len(avoided) == 2:
                     out_of_reach = frozenset[NodeId]()
                     raise NoRoom("without it")
-                return await super().ready_instance(model_id, workload, waiting, avoid)
+                return await super().ready_instance(model_id, workload, waiting, avoid, tokens)
 
         ports = replace(node.serving.ports, out_of_reach=lambda: out_of_reach)
         sessions = Sessions(ports, Troubled(ports, node.serving.planner), node.serving.links)
