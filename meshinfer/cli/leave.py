@@ -18,7 +18,8 @@ LOOK_SECONDS = 0.1
 def leave(home: HomeOption = None) -> None:
     """End this node's agent: its answers come to their end, its layers move to other nodes, then it goes.
 
-    The same as Ctrl-C in the terminal of `meshinfer up`.
+    The same as Ctrl-C in the terminal of `meshinfer up`. Given again, it only waits, too; what ends the agent at once
+    is a second Ctrl-C there.
     """
     from meshinfer.transport.home_lock import agent_runs, pid_of  # noqa: PLC0415 - the other commands start without it
 

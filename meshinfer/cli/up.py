@@ -2,8 +2,8 @@
 
 Standard output says once where the agent answers and how others join; after that, the log goes to
 standard error. Ctrl-C, SIGTERM and a terminal that is closed (SIGHUP) leave politely: the agent is
-cancelled, says goodbye to the mesh and ends its runners; a second signal does not wait for that. What has not
-ended long after it should have (a fault of ours) is ended, and standard error shows where it hung.
+cancelled, says goodbye to the mesh and ends its runners. A second Ctrl-C does not wait for that; what was told to
+leave and is told again goes on leaving. What has not ended long after it should have (a fault of ours) is ended, and standard error shows where it hung.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def up(
         int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log more; twice: everything.")
     ] = 0,
 ) -> None:
-    """Run this node's agent, until Ctrl-C.
+    """Run this node's agent, until Ctrl-C; a second one does not wait for its answers.
 
     The first start makes a mesh and prints the code with which other laptops join it.
     """
@@ -251,7 +251,7 @@ def up(
 
 
 async def _cancel_on_signal(scope: trio.CancelScope) -> None:
-    """Ends the agent politely at the first signal; once this is cancelled, the next one ends it in whatever it is doing."""
+    """Ends the agent politely at the first signal; once this is cancelled, Ctrl-C ends it in whatever it is doing."""
     import trio
 
     ending = [signal.SIGINT, signal.SIGTERM]
@@ -264,9 +264,11 @@ async def _cancel_on_signal(scope: trio.CancelScope) -> None:
                     err.print("leaving …", style="dim")
                 _leave(scope)
     finally:
-        # No exception: raised in the middle of a library, it may be taken for that library's own and be lost.
+        # `meshinfer leave` given twice, and a terminal that closes after it, only say again what is being done.
         for number in ending:
-            signal.signal(number, lambda number, _: os._exit(128 + number))
+            signal.signal(number, lambda _number, _frame: None)
+        # No exception: raised in the middle of a library, it may be taken for that library's own and be lost.
+        signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
 
 
 async def _cancel_at_end_of_stdin(scope: trio.CancelScope) -> None:
