@@ -267,10 +267,14 @@ def mesh_too_small(
     )
     more = f" and {len(nodes) - NAMED_NODES} more" if len(nodes) > NAMED_NODES else ""
     worst = max(memory, key=lambda seat: (seat.shortfall_bytes, seat.node_id))
-    why = ""
+    # Else nobody sees why 358 MiB do not fit into 3 x 200 MiB.
+    why = (
+        f" Every node that takes part needs memory for a runner of its own ({format_bytes(worst.overhead_bytes)} on "
+        f"{name(topology, worst.node_id)}) before its first layer."
+    )
     if need <= free:
-        why = (
-            f" Its layers cannot be cut so that every node can hold its part: at best "
+        why += (
+            f" So the layers cannot be cut so that every node can hold its part: at best "
             f"{name(topology, worst.node_id)} is {format_bytes(worst.shortfall_bytes)} short."
         )
     return (

@@ -320,6 +320,7 @@ def test_a_mesh_too_small_says_need_have_and_what_to_do():
         "cache 128 MiB",
         "for 2 × 4096 tokens",
         "the mesh has 400 MiB free: alpha 300 MiB, beta 100 MiB",
+        "Every node that takes part needs memory for a runner of its own (",
         "Free memory, lower --context or --concurrency, or add a laptop",
     ):
         assert words in refusal.explanation
