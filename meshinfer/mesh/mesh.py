@@ -94,6 +94,8 @@ TICK_SECONDS = 0.25
 standstill of less than this beyond the lateness below may go unseen."""
 LATE_SECONDS = 0.1
 """Lateness that counts: a garbage collection or a signature takes a quarter of it, a loop on a starved core many times."""
+LATE_TO_TELL_SECONDS = 1.0
+"""A person is told of that. Shorter ones are many on a busy laptop, and nothing is to be done about them."""
 CHANGES_APART_SECONDS = 0.05
 """Two wake-ups of `changes()` are at least this far apart; what happens between travels in the second."""
 
@@ -405,7 +407,7 @@ class Mesh:
         if heard.author != self._own:
             self._tell(Accused(heard.author, heard.suspects))
             if self._own_card.refute(dict(heard.suspects).get(self._own, -1)):
-                log.info("%s does not reach this node; refuted", heard.card.name)
+                log.debug("%s does not reach this node; refuted", heard.card.name)
                 self._tell(SuspectedOurselves())
         if result == "new" and heard.author in self._transport.peers():
             self._meet(heard.author)
@@ -430,7 +432,8 @@ class Mesh:
         now = trio.current_time()
         # Whatever comes first after a standstill: whose silence is whose is sorted out before any timer is looked at.
         if (late := now - self._ticked - TICK_SECONDS) >= LATE_SECONDS:
-            log.info("this node stood still for %.1f s", late)
+            level = logging.INFO if late >= LATE_TO_TELL_SECONDS else logging.DEBUG
+            log.log(level, "this node stood still for %.1f s", late)
             self._perform(self._membership.handle(Late(late), now))
         if self._ticked < math.inf:
             self._ticked = now
@@ -442,8 +445,10 @@ class Mesh:
         for effect in effects:
             match effect:
                 case StateChanged(node, old, new, cause):
-                    # Of one that is new, the name is not known yet: its card says it, and `_look` tells.
-                    level = logging.INFO if old else logging.DEBUG
+                    # Of one that is new, the name is not known yet: its card says it, and `_look` tells. A suspicion
+                    # that is refuted comes to nothing, and where the Wi-Fi is bad there are many.
+                    is_minor = old is None or new == "suspect" or (old, new) == ("suspect", "alive")
+                    level = logging.DEBUG if is_minor else logging.INFO
                     log.log(level, "%s %s: %s", self._called(node), _DEEDS[new], cause)
                     if new in ("dead", "distant", "left"):
                         self._prober.forget(node)

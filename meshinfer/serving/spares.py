@@ -52,7 +52,7 @@ class Spares:
             return spare
         if spare is not None:
             await spare.stop()
-        log.info("no spare runner is at hand; starting one takes some 2 s")
+        log.debug("no spare runner is at hand; starting one takes some 2 s")
         return await self._start()
 
     async def run(self) -> None:
