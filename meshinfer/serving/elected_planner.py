@@ -281,7 +281,7 @@ class ElectedPlanner:
             for index, report in zip(seats, reports, strict=True):
                 node = placement.seats[index].node_id
                 if node not in topology.by_id:
-                    return Tried(f"{node} is gone", AHEAD, frozenset((node,)))
+                    return Tried(f"{self._calls.name(node)} is gone", AHEAD, frozenset((node,)))
                 if report is not None and report.state == "failed":
                     return Tried(f"seat {index} on {self._calls.name(node)}: {report.error}", AHEAD)
             same = [now for now in self._ports.instances() if now.instance_id == old.instance_id]

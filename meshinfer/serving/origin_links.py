@@ -10,6 +10,7 @@ something has a lost link as well: what it does and what is believed here must n
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -47,9 +48,13 @@ class LinkKey:
 class OriginLink:
     """The channels to one instance."""
 
-    def __init__(self, instance: Instance, head: OriginChannel, last: OriginChannel) -> None:
+    def __init__(
+        self, instance: Instance, head: OriginChannel, last: OriginChannel, called: Callable[[NodeId], str]
+    ) -> None:
         self.instance = instance
         nodes = instance.placement.node_ids
+        self._names = {node: called(node) for node in nodes}
+        """What people call them: asked now, since of who is lost the mesh knows no name any more."""
         self._head_node = nodes[0]
         self._channels = ((nodes[0], head),) if head is last else ((nodes[0], head), (nodes[-1], last))
         self._queues: dict[SessionId, trio.MemorySendChannel[Heard]] = {}
@@ -128,7 +133,7 @@ class OriginLink:
     def _lose(self, why: str, node: NodeId) -> None:
         """It is of no use any more: `run` returns, and whoever waits for that closes it."""
         if not self.lost:
-            self.lost, self.lost_node = f"node {node}: {why}", node
+            self.lost, self.lost_node = f"node {self._names[node]}: {why}", node
         self._over.cancel()
 
     async def _send(self, record: OpenSession | CancelSession) -> None:
@@ -221,7 +226,7 @@ class OriginLinks:
             raise PeerLost(
                 f"the runners of instance {instance.instance_id} did not answer within {CONNECT_SECONDS:.0f} s"
             ) from error
-        return OriginLink(instance, head, last)
+        return OriginLink(instance, head, last, self._ports.called)
 
     async def _dial(self, instance: Instance, seat_index: int) -> OriginChannel:
         node = instance.placement.seats[seat_index].node_id
@@ -240,5 +245,5 @@ class OriginLinks:
                     offer = ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)
             return await self._ports.open_channel(offer)
         except (Refused, DeadlineExceeded) as error:
-            what = f"seat {seat_index} of instance {instance.instance_id} is not there, on node {node}: {error}"
+            what = f"seat {seat_index} of instance {instance.instance_id} is not there, on node {self._ports.called(node)}: {error}"
             raise PeerLost(what) from error

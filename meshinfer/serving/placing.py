@@ -199,7 +199,7 @@ class Placer:
             try:
                 return decode(Placed, await self._call_planner(planner, encode(ask)))
             except (PeerLost, DeadlineExceeded) as error:
-                log.info("planner %s passed over for %s: %s", planner, ask.model_id, error)
+                log.info("planner %s passed over for %s: %s", self._ports.called(planner), ask.model_id, error)
         return await self._planner.place(ask)
 
     def _within_reach(self) -> set[NodeId]:

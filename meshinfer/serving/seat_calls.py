@@ -133,5 +133,4 @@ class SeatCalls:
         return decode(answer, await self._ports.call(node, method, encode(message), timeout))
 
     def name(self, node: NodeId) -> str:
-        card = self._ports.topology().by_id.get(node)
-        return card.name if card else node
+        return self._ports.called(node)

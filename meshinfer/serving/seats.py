@@ -499,7 +499,7 @@ class SeatLedger:
             elif instance.placement.placement_id != seat.placement.placement_id:
                 effects += self._drop(seat, "another placement of the same epoch won")
             elif gone:
-                effects += self._cut(seat, f"node {gone[0]} is gone", now)
+                effects += self._cut(seat, f"node …{gone[0][-8:]} is gone", now)
             elif instance.state == "broken":
                 effects += self._cut(seat, f"another seat failed: {instance.error}", now)
             elif seat.planner is not None and seat.planner not in not_lost and instance.is_half_made:

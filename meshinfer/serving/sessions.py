@@ -305,9 +305,9 @@ class Sessions:
             patience = LOOK_SECONDS
             # A stopped machine keeps its sockets open. Slow is not gone: a neighbour's long prompt may be in the way.
             if silent := self._ports.doubtful().intersection(nodes):
-                raise PeerLost(f"node {min(silent)} does not answer any more")
+                raise PeerLost(f"node {self._ports.called(min(silent))} does not answer any more")
             if silent := self._ports.out_of_reach() & ends:
-                raise PeerLost(f"node {min(silent)} answers others, but not this node")
+                raise PeerLost(f"node {self._ports.called(min(silent))} answers others, but not this node")
         if link.lost_node is not None:
             self._ports.blame(link.lost_node)
         raise PeerLost(
@@ -329,7 +329,7 @@ class Sessions:
                 if kind is BadInput:
                     raise kind(what)
                 do = _ASK_AGAIN if kind is PeerLost else "ask again in a moment"
-                raise kind(f"node {node} ended the answer: {what}", do=do)
+                raise kind(f"node {self._ports.called(node)} ended the answer: {what}", do=do)
             case Token():
                 if token_log.accept(record):
                     await events.send(Generated(record.index, record.token_id, record.logprob, record.top_logprobs))

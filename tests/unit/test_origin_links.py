@@ -77,6 +77,9 @@ class Mesh:
     def topology(self) -> Any:
         return SimpleNamespace(by_id={HEAD: 0, LAST: 0})
 
+    def called(self, node: NodeId) -> str:
+        return {HEAD: "anna", LAST: "ben"}[node]
+
     def watch(self) -> Any:
         return SimpleNamespace(changed=trio.sleep_forever)
 
@@ -157,9 +160,9 @@ async def test_where_the_head_is_not_there_the_last_stage_is_let_go() -> None:
         assert mesh.channels[1].closed.is_set()
 
 
-@pytest.mark.parametrize(("seat", "node"), [(0, HEAD), (1, LAST)])
+@pytest.mark.parametrize(("seat", "node", "name"), [(0, HEAD, "anna"), (1, LAST, "ben")])
 async def test_the_node_whose_channel_broke_is_blamed_and_named(
-    seat: int, node: NodeId, autojump_clock: trio.testing.MockClock
+    seat: int, node: NodeId, name: str, autojump_clock: trio.testing.MockClock
 ) -> None:
     mesh = Mesh()
     async with connected(mesh) as links:
@@ -168,7 +171,7 @@ async def test_the_node_whose_channel_broke_is_blamed_and_named(
         mesh.channels[seat].say.close()
         error = await relay(mesh, link, records)
     assert mesh.blamed == [node]
-    assert node in error.what
+    assert f"node {name}: " in error.what
     assert error.do
 
 
@@ -181,7 +184,7 @@ async def test_who_ended_a_session_is_named_and_what_to_do(code: str, autojump_c
         await mesh.channels[1].say.send(SessionFailed(session(1).session_id, code, "killed by SIGKILL"))
         error = await relay(mesh, link, records)
         assert isinstance(error, PeerLost)
-        assert LAST in error.what
+        assert "node ben ended" in error.what
         assert "SIGKILL" in error.what
         assert error.do
         await mesh.channels[0].say.send(SessionFailed(session(1).session_id, "bad_input", "513; expected 512"))
