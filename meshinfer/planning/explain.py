@@ -330,7 +330,8 @@ def not_alive(topology: Topology, node_ids: Sequence[NodeId]) -> str:
 
 def are_leaving(topology: Topology, nodes: Sequence[NodeCard]) -> str:
     """Nodes that take nothing new."""
-    return f"{names(topology, [node.node_id for node in nodes])} {_is(nodes)} leaving the mesh and take nothing new."
+    takes = "takes" if len(nodes) == 1 else "take"
+    return f"{names(topology, [node.node_id for node in nodes])} {_is(nodes)} leaving the mesh and {takes} nothing new."
 
 
 def none_allowed(topology: Topology, constraints: Constraints) -> str:

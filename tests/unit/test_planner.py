@@ -235,7 +235,7 @@ def test_a_node_that_leaves_gets_nothing_new():
     topology = mesh(node_card("ada", 4 * GIB, leaving=True), node_card("bea"))
     preview = plan(topology, card, SMALL, ANYTHING)
     assert preview.plans[0].placement.node_ids == ("bea",)
-    assert any("ada is leaving" in refusal.explanation for refusal in preview.refusals)
+    assert any("ada is leaving the mesh and takes nothing new" in refusal.explanation for refusal in preview.refusals)
 
 
 def test_only_nodes_with_the_same_files_take_part_unless_they_may_fetch():
