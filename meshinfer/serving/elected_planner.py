@@ -208,7 +208,7 @@ class ElectedPlanner:
         other layers on the nodes that live. While `going_on` serves, what is new is loaded ahead, beside it.
 
         Raises:
-            NoRoom: there is no candidate, or none could be leased; with every reason.
+            NoRoom: there is no candidate, or none could be leased; with the first reason, which is the best candidate's.
             Refused: the instance was deleted meanwhile.
         """
         begun_epoch = epoch
@@ -242,7 +242,10 @@ class ElectedPlanner:
                     break
             else:
                 break
-        raise error(f"no candidate could be leased: {'; '.join(failures)[:1500]}", do="try again in a moment")
+        for why in failures:
+            log.debug("instance %s: a candidate could not be leased: %s", instance_id, why)
+        more = f" (and {len(failures) - 1} other candidates, for reasons of their own)" if failures[1:] else ""
+        raise error(f"no candidate could be leased: {failures[0][:500]}{more}", do="try again in a moment")
 
     async def _load_ahead(self, old: Instance, epoch: int, candidate: Plan, begun_epoch: int) -> Tried:
         """Have the seats loaded that `candidate` has beyond `old`, while `old` goes on.

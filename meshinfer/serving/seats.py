@@ -292,6 +292,7 @@ class SeatLedger:
         replaced = [s for s in self._seats.values() if s.key.instance_id == key.instance_id and s.key.epoch < key.epoch]
         free = self._usable_bytes - self.promised_bytes + sum(seat.promised_bytes for seat in replaced)
         if need_bytes > free:
+            free = max(0, free)  # less than nothing where a probe has bounded what was promised already
             raise NoRoom(
                 f"the seat needs {format_bytes(need_bytes)} and {format_bytes(free)} are free here "
                 f"({format_bytes(need_bytes - free)} short)",

@@ -81,6 +81,9 @@ def test_memory_is_promised_once_and_the_refusal_has_the_numbers() -> None:
     with pytest.raises(NoRoom, match=r"needs 60\.0 MiB and 40\.0 MiB are free here \(20\.0 MiB short\)"):
         book.lease(SeatKey(InstanceId("other"), 1, 0), placement(512), 60 * MIB, now=0.0)
     assert book.promised_bytes == 60 * MIB
+    book.bound(50 * MIB)  # less than is promised already
+    with pytest.raises(NoRoom, match=r"needs 60\.0 MiB and 0 B are free here \(60\.0 MiB short\)"):
+        book.lease(SeatKey(InstanceId("other"), 1, 0), placement(512), 60 * MIB, now=0.0)
 
 
 def test_a_newer_epoch_takes_the_memory_of_the_older() -> None:
