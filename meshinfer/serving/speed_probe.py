@@ -120,7 +120,8 @@ class SpeedProbe:
             report = await self._give_way.probe(partial(ports.ask, question))
         except MeshinferError as error:
             again = book.failed(trio.current_time())
-            log.warning("this machine's speed is measured again in %.0f s: %s", again, error)
+            why = str(error).rstrip(".")
+            log.warning("this machine's speed could not be measured (%s); trying again in %.0f s", why, again)
             return
         if report is None:
             log.debug("a probe of %s made way for a runner", ", ".join(due))
