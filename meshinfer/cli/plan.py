@@ -69,6 +69,7 @@ def plan(
 
     url = agent_url(api, home)
     topology = get(url, api_key, "/topology")["nodes"]
+    running = () if as_json else get(url, api_key, "/instance")["instances"]
     params: dict[str, Any] = {"model_id": model}
     if context is not None:
         params["context"] = context
@@ -92,7 +93,7 @@ def plan(
     if as_json:
         print_json(answer)
     else:
-        out.print(previews(answer["previews"], topology, answer.get("declined", ())))
+        out.print(previews(answer["previews"], topology, answer.get("declined", ()), running))
         if explain:
             out.print(explanation(answer["previews"], topology))
     if all(preview["error"] is not None for preview in answer["previews"]):
@@ -119,14 +120,21 @@ def _with_node(text: str, nodes: dict[str, Any]) -> str:
     return f"{find_node(named, nodes)}={value}"
 
 
-def previews(answer: list[Any], nodes: dict[str, Any], declined: Sequence[Any] = ()) -> RenderableType:
-    """The choice with its memory and speed, the other plans in a line each, who is not needed, and the refusals."""
+def previews(
+    answer: list[Any], nodes: dict[str, Any], declined: Sequence[Any] = (), instances: Sequence[Any] = ()
+) -> RenderableType:
+    """What serves now, the choice with its memory and speed, the others in a line each, who is not needed, refusals."""
     plans = [preview for preview in answer if preview["error"] is None]
     refusals = [preview for preview in answer if preview["error"] is not None]
     # What no laptop and no dial could mend.
     later = [refusal for refusal in refusals if refusal.get("constraint") == "build"]
     refusals = [refusal for refusal in refusals if refusal not in later]
-    parts: list[RenderableType] = []
+    models = {preview.get("model_id") for preview in answer}
+    parts: list[RenderableType] = [
+        Text.assemble(("Now     ", "bold"), f"{route(instance, nodes)} ({instance['state']}; it stays as it is)")
+        for instance in instances
+        if instance["model_id"] in models
+    ]
     if plans:
         parts += [Text.assemble(("Chosen  ", "bold green"), route(plans[0], nodes)), memory_table(plans[0], nodes)]
         if plans[0].get("prediction"):

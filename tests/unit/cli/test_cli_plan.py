@@ -53,6 +53,7 @@ REFUSAL = {"error": "anna alone needs 9.0 GiB and has 2.0 GiB", "seats": [], "me
 @pytest.fixture
 def planner(agent: ScriptedAgent) -> ScriptedAgent:
     agent.says("/topology", {"nodes": NODES})
+    agent.says("/instance", {"instances": []})
     agent.says("/instance/previews", {"previews": [CHOICE, OTHER, REFUSAL]})
     return agent
 
@@ -71,8 +72,21 @@ def test_the_choice_comes_first_and_nothing_is_hidden(planner: ScriptedAgent):
     assert "anna alone needs 9.0 GiB and has 2.0 GiB" in result.stdout
 
 
+def test_a_model_that_runs_is_said_to_and_where(planner: ScriptedAgent):
+    seats = [{"node_id": BEN, "start": 0, "end": 6}]
+    other = {"model_id": "other", "state": "ready", "seats": [{"node_id": ANNA, "start": 0, "end": 9}]}
+    planner.says("/instance", {"instances": [{"model_id": "tiny", "state": "ready", "seats": seats}, other]})
+    planner.says("/instance/previews", {"previews": [{**CHOICE, "model_id": "tiny"}]})
+
+    lines = run(planner).stdout.splitlines()
+
+    assert lines[0].startswith("Now     ben 0–5 (ready;")
+    assert not any("anna 0–8" in line for line in lines)
+
+
 def test_what_it_would_do_is_told_in_a_line_and_explained_term_by_term(agent: ScriptedAgent):
     agent.says("/topology", {"nodes": NODES})
+    agent.says("/instance", {"instances": []})
     agent.says(
         "/instance/previews",
         {"previews": [{**CHOICE, "prediction": PREDICTION, "binds": "compute of anna"}], "declined": [DECLINED]},
@@ -91,6 +105,7 @@ def test_what_nobody_measured_is_what_to_doubt(agent: ScriptedAgent):
     hop = {**HOP, "source": ANNA, "target": BEN, "assumed": "nobody has measured it yet"}
     told = {**PREDICTION, "is_measured": False, "hops": [hop]}
     agent.says("/topology", {"nodes": NODES})
+    agent.says("/instance", {"instances": []})
     agent.says("/instance/previews", {"previews": [{**CHOICE, "prediction": told}], "declined": []})
     result = run(agent, "--explain")
     assert "part of this is assumed" in " ".join(result.stdout.split())
