@@ -461,7 +461,9 @@ class LinkProber:
         best = best_path(edge.paths, edge.chosen)
         if best == edge.chosen:
             return False
-        log.info("the way to %s is now by %s (was %s)", self._called(peer), best or "its connection", edge.chosen or "none")
+        log.info(
+            "the way to %s is now by %s (was %s)", self._called(peer), best or "its connection", edge.chosen or "none"
+        )
         edge.chosen, edge.health = best, Health()
         if best is not None:
             path = edge.paths[best]

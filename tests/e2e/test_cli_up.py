@@ -201,7 +201,7 @@ def test_the_code_of_one_lets_the_other_in(tmp_path: Path, model_store: Path):
             assert "Paris" in answer.stdout
 
 
-def test_only_a_second_ctrl_c_does_not_wait_for_answers(running: RunningAgent):
+def test_a_second_ctrl_c_does_not_wait_for_answers(running: RunningAgent):
     """The last test here: nothing of the shared agent is left."""
     wish = {"model": MODEL, "messages": [{"role": "user", "content": "Write a long story."}], "temperature": 0}
     wish |= {"stream": True, "max_tokens": 400}
@@ -211,10 +211,6 @@ def test_only_a_second_ctrl_c_does_not_wait_for_answers(running: RunningAgent):
         runners = running.runners()
         running.process.send_signal(signal.SIGINT)
         wait_until(lambda: httpx.get(f"{running.url}/readyz", timeout=10).status_code == 503, 10, "it is leaving")
-        for again in (signal.SIGTERM, signal.SIGHUP):  # `meshinfer leave`, a terminal that closes: nothing new
-            running.process.send_signal(again)
-            assert any(line.startswith("data: {") for line in lines), "the answer goes on"
-            assert httpx.get(f"{running.url}/readyz", timeout=10).status_code == 503
         running.process.send_signal(signal.SIGINT)
         assert running.process.wait(STOP_SECONDS) == 128 + signal.SIGINT
         with contextlib.suppress(httpx.TransportError):  # closed, or reset
