@@ -64,7 +64,10 @@ class Doors:
         offer = message.offer
         try:
             secure = dial(offer, self._certificate, DIAL_SECONDS)
-        except MeshinferError as error:
+        except (
+            MeshinferError,
+            OSError,
+        ) as error:  # whatever it was: a seat whose dialling ends unheard waits for a minute
             with self._lock:
                 if epoch == self._epoch:
                     self._mailbox.put(Broken(message.role, message.to_seat, str(error)))

@@ -10,11 +10,12 @@ import pytest
 from meshinfer.base.errors import Refused
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.pipeline.doors import Doors
-from meshinfer.pipeline.mailbox import Mailbox, Opened
+from meshinfer.pipeline.mailbox import Broken, Mailbox, Opened
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.transport.certificates import make_certificate
 from meshinfer.transport.tls import WELCOME, SecureSocket
-from meshinfer.wire.runner_control import ExpectChannel, Rebind
+from meshinfer.wire.messages import ChannelOffer
+from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Rebind
 
 
 class Socket:
@@ -51,4 +52,17 @@ def test_whoever_was_let_in_by_the_old_epoch_comes_too_late() -> None:
     assert come(expected()) == WELCOME
     mail = [mailbox.take(0) for _ in range(4)]
     assert [type(letter) for letter in mail] == [Opened, Rebind, Opened, type(None)]
+    doors._listener.close()
+
+
+def test_whatever_ends_the_dialling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> SecureSocket:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("meshinfer.pipeline.doors.dial", fails)
+    mailbox = Mailbox()
+    doors = Doors("127.0.0.1", mailbox)
+    offer = ChannelOffer(("127.0.0.1",), 1, make_certificate().der, bytes(32))
+    doors.dial(DialChannel("activations", 1, offer))
+    assert mailbox.take(10.0) == Broken("activations", 1, "too many open files")
     doors._listener.close()
