@@ -247,7 +247,10 @@ def _dated(name: str, text: str) -> Generator[tuple[float, str]]:
 
 
 def get(agent: RunningAgent, path: str, **query: Any) -> Any:
-    answer = HTTP.get(agent.url + path, params=query)
+    try:
+        answer = HTTP.get(agent.url + path, params=query)
+    except httpx.RemoteProtocolError:  # the agent ended an idle connection just when it was to be used again
+        answer = HTTP.get(agent.url + path, params=query)
     answer.raise_for_status()
     return answer.json()
 

@@ -8,7 +8,7 @@ agents' API and from the kernel (`testing.agent_witness`). Which faults can be m
 (`testing.machines`): a partition, for instance, is a cable that is pulled.
 
 Who expects what: each client's answer is compared, character by character, to the one that the same room gave
-to the same question before anything was done to it; one asks greedily, one samples with a seed.
+to the same question before anything was done to it; one asks greedily, one samples with a seed, one does not stream.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ PHASES = {
 QUESTIONS = {
     "first": Question("Write a story about a laptop.", TOKENS),
     "second": Question("What is a bicycle?", TOKENS, temperature=0.8, seed=11),
-    "third": Question("What is the capital of France?", 8),
+    "third": Question("What is the capital of France?", 8, streams=False),
 }
 WARM_UP = Question("What is the capital of France?", 1)
 LONG = Question("Say in one word what this is: " + "laptop " * (CONTEXT_TOKENS // 2), 2)

@@ -1,4 +1,4 @@
-"""A client as clients are: it asks over HTTP, reads server-sent events, and writes down what came and when.
+"""A client as clients are: it asks over HTTP, reads server-sent events or one body, and writes down what came and when.
 
 Answers are kept character by character, so that two of them can be compared whatever their chunks were.
 """
@@ -28,6 +28,7 @@ class Question:
     tokens: int
     temperature: float = 0.0
     seed: int | None = None
+    streams: bool = True
 
     def body(self, model: ModelId) -> dict[str, Any]:
         """Of the request."""
@@ -36,7 +37,7 @@ class Question:
             "messages": [{"role": "user", "content": self.text}],
             "temperature": self.temperature,
             "max_tokens": self.tokens,
-            "stream": True,
+            "stream": self.streams,
             **({} if self.seed is None else {"seed": self.seed}),
         }
 
@@ -53,8 +54,10 @@ def ask(url: str, body: dict[str, Any], answer: Answer, on_chunk: Callable[[int]
             if response.status_code != 200:
                 response.read()
                 _fail(answer, response.json())
-            else:
+            elif body["stream"]:
                 _read(response.iter_lines(), answer, on_chunk)
+            else:
+                _take(json.loads(response.read()), answer)
     except (httpx.HTTPError, ValueError) as error:
         answer.error, answer.said = "connection", repr(error)
     if not answer.error and math.isnan(answer.ended_at):
@@ -82,6 +85,14 @@ def _read(lines: Iterator[str], answer: Answer, on_chunk: Callable[[int], None])
                 on_chunk(chunks)
             if choice["finish_reason"]:
                 answer.ended_at = time.monotonic()
+
+
+def _take(body: dict[str, Any], answer: Answer) -> None:
+    """An answer that came in one piece."""
+    answer.ids.add(body["id"])
+    answer.got.extend(body["choices"][0]["message"]["content"])
+    answer.ended_at = time.monotonic()
+    answer.times.append(answer.ended_at)
 
 
 def _fail(answer: Answer, body: dict[str, Any]) -> None:

@@ -35,9 +35,8 @@ def story(mesh: Room) -> str:
 class Asking:
     """A stream that is being read in a thread of its own."""
 
-    def __init__(self, url: str, seed: int | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self.started, self.text, self.ids, self.error = threading.Event(), "", set[str](), ""
-        self._seed = seed
         self._thread = threading.Thread(target=self._read, args=(url,))
         self._thread.start()
 
