@@ -135,11 +135,14 @@ class Cluster:
                     nursery.cancel_scope.cancel()
 
     async def start(self, name: str, home: Path) -> SimNode:
-        """One more agent, which knows the first one's address. The name of a killed one: its restart."""
+        """One more agent, which knows the address of one that lives, as discovery would tell it. The name of a killed one:
+        its restart.
+        """
         assert self._nursery is not None
         home.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - a simulation may block
         transport = self.network.add(name)
-        seeds = self.nodes[0].transport.addresses() if self.nodes else ()
+        others = self.live() or self.nodes
+        seeds = others[0].transport.addresses() if others else ()
         card = replace(
             node_card(name, self._memory_bytes, holds=()),
             node_id=transport.node_id,
