@@ -135,16 +135,22 @@ def idle_cpu(room: AgentRoom[OneMachine], seconds: float) -> dict[str, float]:
     """What each node's agent and runners together take of one core while nothing is asked of them."""
     before = {name: _cpu_seconds(agent) for name, agent in room.live().items()}
     time.sleep(seconds)
-    return {name: (_cpu_seconds(agent) - before[name]) / seconds for name, agent in room.live().items()}
+    shares: dict[str, float] = {}
+    for name, agent in room.live().items():
+        # A process that ended meanwhile tells nothing any more, and one that began has used all of its time here.
+        used = sum(now - before[name].get(pid, 0.0) for pid, now in _cpu_seconds(agent).items())
+        shares[name] = used / seconds
+    return shares
 
 
-def _cpu_seconds(agent: RunningAgent) -> float:
-    total = 0.0
+def _cpu_seconds(agent: RunningAgent) -> dict[int, float]:
+    """Of each of its processes, since that began."""
+    found: dict[int, float] = {}
     for process in [psutil.Process(agent.process.pid), *agent.runners()]:
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
-            total += times.user + times.system
-    return total
+            found[process.pid] = times.user + times.system
+    return found
 
 
 def _gauge(agent: RunningAgent, name: str) -> int:
