@@ -119,8 +119,16 @@ def test_an_open_api_without_a_key_is_refused(tmp_path: Path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.fixture
+def hangups_are_heard() -> Iterator[None]:
+    """By what is started here, though these tests themselves may run under `nohup`, which an agent takes for a wish to stay."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ending_it_is_quick_and_leaves_nothing(tmp_path: Path, how: signal.Signals):
+def test_ending_it_is_quick_and_leaves_nothing(tmp_path: Path, how: signal.Signals, hangups_are_heard: None):
     with agent(tmp_path, "--no-discovery") as ending:
         ending.process.send_signal(how)
 
