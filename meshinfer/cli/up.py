@@ -3,7 +3,8 @@
 Standard output says once where the agent answers and how others join; after that, the log goes to
 standard error. Ctrl-C, SIGTERM and a terminal that is closed (SIGHUP) leave politely: the agent is
 cancelled, says goodbye to the mesh and ends its runners. A second Ctrl-C does not wait for that; what was told to
-leave and is told again goes on leaving. What has not ended long after it should have (a fault of ours) is ended, and standard error shows where it hung.
+leave and is told again goes on leaving. What has not ended long after it should have (a fault of ours) is ended, and
+standard error shows where it hung.
 """
 
 from __future__ import annotations

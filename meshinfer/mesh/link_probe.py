@@ -329,10 +329,6 @@ class LinkProber:
             self._budget.settle(lent_bytes, 0, now)
         self._lent = [lent for lent in self._lent if lent[0] > now]
 
-    def _called(self, peer: NodeId) -> str:
-        card = self._topology().by_id.get(peer)
-        return card.name if card else f"node …{peer[-8:]}"
-
     def _judge(self, now: float) -> None:
         """What is announced follows the estimates; a degraded edge is told of once."""
         is_new = has_drifted = False
@@ -344,7 +340,7 @@ class LinkProber:
                 edge.degraded = degraded
                 log.warning(
                     "the link to %s %s: %s/s, round trip %s",
-                    self._called(peer),
+                    self._topology().called(peer),
                     "is worse than half of its best" if degraded else "is as good as it was again",
                     format_bytes(path.bandwidth_out.value),
                     format_seconds(path.rtt.value),
@@ -462,7 +458,10 @@ class LinkProber:
         if best == edge.chosen:
             return False
         log.info(
-            "the way to %s is now by %s (was %s)", self._called(peer), best or "its connection", edge.chosen or "none"
+            "the way to %s is now by %s (was %s)",
+            self._topology().called(peer),
+            best or "its connection",
+            edge.chosen or "none",
         )
         edge.chosen, edge.health = best, Health()
         if best is not None:

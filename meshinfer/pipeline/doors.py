@@ -64,10 +64,8 @@ class Doors:
         offer = message.offer
         try:
             secure = dial(offer, self._certificate, DIAL_SECONDS)
-        except (
-            MeshinferError,
-            OSError,
-        ) as error:  # whatever it was: a seat whose dialling ends unheard waits for a minute
+        except (MeshinferError, OSError) as error:
+            # Whatever it was: a seat whose dialling ends unheard waits for a minute.
             with self._lock:
                 if epoch == self._epoch:
                     self._mailbox.put(Broken(message.role, message.to_seat, str(error)))

@@ -74,7 +74,7 @@ class CandidateSource:
                     plans = [*self._repairs(card, instance_id, old.placement, old.reports, among), *plans]
                     broken = broken_channels(old.placement, among)
                     plans.sort(key=lambda candidate: crosses(candidate.placement, broken))
-                for ahead in _loaded_ahead(instance_id, among) if old is None else ():
+                for ahead in loaded_ahead(instance_id, among) if old is None else ():
                     if answers(ahead, ask):
                         nothing = (None,) * len(ahead.seats)
                         plans = [*self._repairs(card, instance_id, ahead, nothing, among), *plans]
@@ -161,7 +161,7 @@ def _is_warm(seat: Seat, report: SeatReport | None, instance_id: InstanceId, amo
     return any(seat in held[each.placement_id].seats for each in warm if each.placement_id in held)
 
 
-def _loaded_ahead(instance_id: InstanceId, among: Topology) -> Iterator[Placement]:
+def loaded_ahead(instance_id: InstanceId, among: Topology) -> Iterator[Placement]:
     """Placements that seats are loaded ahead for: all that is known of an instance whose every holder went meanwhile."""
     found: dict[str, Placement] = {}
     for card in among.nodes:

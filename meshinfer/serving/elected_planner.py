@@ -219,7 +219,7 @@ class ElectedPlanner:
             plans, refusals = candidates(silent)
             if not plans:
                 why = refusals[0].explanation if refusals else "no live node can hold the model"
-                names = ", ".join(sorted(self._calls.name(node) for node in silent))
+                names = ", ".join(sorted(self._ports.called(node) for node in silent))
                 raise error(
                     f"{why.removesuffix('.')}. Not counted, since they do not answer: {names[:500]}" if silent else why,
                     do="`meshinfer plan` shows every candidate with its numbers",
@@ -284,9 +284,9 @@ class ElectedPlanner:
             for index, report in zip(seats, reports, strict=True):
                 node = placement.seats[index].node_id
                 if node not in topology.by_id:
-                    return Tried(f"{self._calls.name(node)} is gone", AHEAD, frozenset((node,)))
+                    return Tried(f"{self._ports.called(node)} is gone", AHEAD, frozenset((node,)))
                 if report is not None and report.state == "failed":
-                    return Tried(f"seat {index} on {self._calls.name(node)}: {report.error}", AHEAD)
+                    return Tried(f"seat {index} on {self._ports.called(node)}: {report.error}", AHEAD)
             same = [now for now in self._ports.instances() if now.instance_id == old.instance_id]
             if not same or same[0].epoch != old.epoch or same[0].state == "broken":
                 raise Refused(
@@ -304,7 +304,7 @@ class ElectedPlanner:
             if not tried.why:
                 tried = await self._calls.commit_all(Placed(instance_id, epoch, placement))
             if not tried.why and not self._seats.is_deleted(instance_id, begun_epoch):
-                where = ", ".join(self._calls.name(node) for node in placement.node_ids)
+                where = ", ".join(self._ports.called(node) for node in placement.node_ids)
                 log.info("instance %s epoch %d is placed on %s", instance_id, epoch, where)
                 return tried
             ref = SeatRef(instance_id, epoch, placement.placement_id, "its placing failed")

@@ -31,12 +31,13 @@ from meshinfer.base.errors import (
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.acquaintance import STRANGER_SECONDS
+from meshinfer.serving.candidates import loaded_ahead
 from meshinfer.serving.elected_planner import ANNOUNCE_SECONDS, ElectedPlanner
 from meshinfer.serving.election import elect
 from meshinfer.serving.failures import LASTING_ERRORS
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Waiting
-from meshinfer.serving.view import AHEAD, Instance
+from meshinfer.serving.view import Instance
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import PLACE, Place, Placed
 
@@ -134,13 +135,11 @@ class Placer:
 
         Who comes when another's hand-over is under way, which shows by what is loaded ahead, waits for its end.
         """
-        cards = self._ports.topology().by_id
-        if any(
-            seat.instance_id == instance.instance_id and seat.epoch == AHEAD for c in cards.values() for seat in c.seats
-        ):
+        topology = self._ports.topology()
+        if next(loaded_ahead(instance.instance_id, topology), None) is not None:
             return False
-        holders = set(instance.placement.node_ids)
-        leaving = {node for node in holders if node in cards and cards[node].takes_nothing}
+        holders = instance.placement.node_ids
+        leaving = {card.node_id for card in topology.nodes if card.takes_nothing}.intersection(holders)
         return elect(instance.instance_id, {*leaving, self._ports.node_id})[0] == self._ports.node_id
 
     async def ready_instance(

@@ -93,9 +93,8 @@ class Ports:
         return self.transport.node_id
 
     def called(self, node: NodeId) -> str:
-        """As people know it: by its name while it is in the mesh, else by the end of its id, which differs."""
-        card = self.topology().by_id.get(node)
-        return card.name if card else f"…{node[-8:]}"
+        """See `Topology.called`."""
+        return self.topology().called(node)
 
     def own_card(self) -> NodeCard:
         return self.topology().by_id[self.node_id]

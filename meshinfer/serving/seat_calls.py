@@ -82,7 +82,9 @@ class SeatCalls:
             for index in seats or range(len(placement.seats)):
                 nursery.start_soon(lease, index)
         refused = [(index, answer) for index, answer in sorted(answers.items()) if not answer.granted]
-        why = "; ".join(f"seat {index} on {self.name(placement.seats[index].node_id)}: {a.why}" for index, a in refused)
+        why = "; ".join(
+            f"seat {index} on {self._ports.called(placement.seats[index].node_id)}: {a.why}" for index, a in refused
+        )
         newest = max((answer.newest_epoch for answer in answers.values()), default=0)
         deleted = [answer.newest_epoch for _, answer in refused if answer.is_deleted]
         deletion = Deletion(instance_id, max(deleted)) if deleted else None
@@ -93,7 +95,7 @@ class SeatCalls:
         ref = SeatRef(placed.instance_id, placed.epoch, placed.placement.placement_id)
         _, failures = await self.tell_all(nodes or placed.placement.node_ids, COMMIT, ref)
         unheard = frozenset(node for node, error in failures.items() if isinstance(error, SILENCE))
-        why = "; ".join(f"{self.name(node)}: {error}" for node, error in failures.items())
+        why = "; ".join(f"{self._ports.called(node)}: {error}" for node, error in failures.items())
         return Tried(why, placed.epoch, unheard, is_committed=True)
 
     async def tell_all(
@@ -107,7 +109,7 @@ class SeatCalls:
             try:
                 freed[node] = (await self._call_seat(node, method, message, Done)).freed_bytes
             except MeshinferError as error:
-                log.info("%s did not %s %s: %s", self.name(node), method, message.instance_id, error)
+                log.info("%s did not %s %s: %s", self._ports.called(node), method, message.instance_id, error)
                 failures[node] = error
 
         async with trio.open_nursery() as nursery:
@@ -131,6 +133,3 @@ class SeatCalls:
             return local
         timeout = self._ports.settings.call_timeout_seconds
         return decode(answer, await self._ports.call(node, method, encode(message), timeout))
-
-    def name(self, node: NodeId) -> str:
-        return self._ports.called(node)

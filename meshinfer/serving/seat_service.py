@@ -364,10 +364,9 @@ class SeatService:
                 nursery.cancel_scope.cancel()
         finally:
             held.linking.cancel()
-            is_its_seats = self._held.get(held.key) is held and held.key not in self._starting
-            if self._held.get(held.key) is held:
+            if is_last := self._held.get(held.key) is held:
                 del self._held[held.key]
-        if is_its_seats:
+        if is_last and held.key not in self._starting:  # else that seat is another process's by now
             await self._perform(self._ledger.fail(held.key, why, trio.current_time()))
 
     async def _rebind(self, effect: RebindRunner) -> None:
@@ -395,7 +394,7 @@ class SeatService:
     def _may_start_spare(self) -> bool:
         """There is memory for a runner beyond what is promised, and nothing loads or is about to that it would slow down."""
         states = {report.state for report in self._ledger.reports()}
-        return self._may_keep_spare() and self._has_room_for_runner() and states <= {"ready", "cut"}
+        return self._ports.settings.spare_runner and self._has_room_for_runner() and states <= {"ready", "cut"}
 
     def _may_keep_spare(self) -> bool:
         """There is memory for it, or a leased seat is about to take it: what that promises has a runner's in it.
@@ -503,7 +502,8 @@ class SeatService:
                 await self._perform(effects)
             if out_of_reach := self._ports.out_of_reach():
                 for key, lost in self._ledger.cut_off(out_of_reach, now):
-                    await self._heard(self._held[key], lost)  # as if its runner had said so
+                    if held := self._held.get(key):
+                        await self._heard(held, lost)  # as if its runner had said so
 
     async def _refresh_counters(self) -> None:
         while True:

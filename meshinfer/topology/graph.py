@@ -55,6 +55,11 @@ class Topology:
     def by_id(self) -> dict[NodeId, NodeCard]:
         return {card.node_id: card for card in self.nodes}
 
+    def called(self, node: NodeId) -> str:
+        """As people know it: by its name while it is in the mesh, else by the end of its id, which differs."""
+        card = self.by_id.get(node)
+        return card.name if card else f"…{node[-8:]}"
+
     @cached_property
     def link_between(self) -> dict[tuple[NodeId, NodeId], Link]:
         return {(link.source, link.target): link for link in self.links}

@@ -23,7 +23,7 @@ from meshinfer.testing.chaos_room import SPEED
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.codec import encode
-from meshinfer.wire.messages import LEASE, PLACE, Lease, LeaseAnswer, Place
+from meshinfer.wire.messages import LEASE, PLACE, Lease, LeaseAnswer, Place, Placed
 
 Clock = trio.testing.MockClock
 SLOW = replace(SPEED, load_seconds=2.0)
@@ -32,27 +32,41 @@ TOKENS = 100
 """Of the leaving node's own client: some seconds."""
 
 
+async def place_on(cluster: Cluster, through: SimNode, holders: Sequence[SimNode]) -> Placed:
+    only = Constraints(nodes=tuple(node.node_id for node in holders))
+    return await through.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+
+
+async def leave(node: SimNode) -> None:
+    """As its agent does, up to the end of its process."""
+    await node.serving.leave("node left")
+    await node.mesh.leave()
+
+
+async def leave_for_good(cluster: Cluster, node: SimNode, begun: trio.Event, after_seconds: float) -> None:
+    """So long after something has begun."""
+    await begun.wait()
+    await trio.sleep(after_seconds)
+    await leave(node)
+    cluster.kill(node)
+
+
 @asynccontextmanager
 async def leaving(cluster: Cluster, leaver: SimNode, holders: Sequence[SimNode]) -> AsyncGenerator[SimNode]:
     """A node that drains, since a client of its own is in the middle of an answer; that ends whole, and the node has left."""
     others = [node for node in cluster.nodes if node is not leaver]
     begun, answers = trio.Event(), list[tuple[int, ...]]()
-    only = Constraints(nodes=tuple(node.node_id for node in holders))
-    placed = await leaver.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
-    assert set(placed.placement.node_ids) == set(only.nodes)
+    placed = await place_on(cluster, leaver, holders)
+    assert set(placed.placement.node_ids) == {node.node_id for node in holders}
 
     async def own_client() -> None:
         request = cluster.request((5,), TOKENS)
         answers.append(await cluster.ask(leaver, request, lambda _: begun.set()))
 
-    async def leave() -> None:
-        await leaver.serving.leave("node left")
-        await leaver.mesh.leave()
-
     async with trio.open_nursery() as nursery:
         nursery.start_soon(own_client)
         await begun.wait()
-        nursery.start_soon(leave)
+        nursery.start_soon(leave, leaver)
         await cluster.until(lambda: all(leaver.node_id not in node.serving.ports.staying() for node in cluster.nodes))
         assert all(leaver.node_id in node.sees() for node in others), "it is still here, and works"
         yield leaver
@@ -130,8 +144,7 @@ async def test_what_a_second_try_loads_ahead_is_of_the_hand_over_that_a_deletion
 
     async with three_of(6) as cluster:
         origin, *holders = cluster.nodes[:4]
-        only = Constraints(nodes=tuple(node.node_id for node in holders))
-        placed = await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+        placed = await place_on(cluster, origin, holders)
         await cluster.until(lambda: [instance.state for instance in origin.instances()] == ["ready"])
         for node in cluster.nodes:
             monkeypatch.setattr(node.serving.seats, "lease", refuses_the_first(node))
@@ -145,20 +158,12 @@ async def test_all_holders_leave_one_after_the_other_and_what_is_loaded_ahead_go
     """Each is gone before the layers it hands over are loaded: in the end they are all that there is of the instance."""
     async with three_of(7, SLOW) as cluster:
         origin, *holders = cluster.nodes[:4]
-        only = Constraints(nodes=tuple(node.node_id for node in holders))
-        await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+        await place_on(cluster, origin, holders)
         begun = trio.Event()
-
-        async def leave(node: SimNode, after_seconds: float) -> None:
-            await begun.wait()
-            await trio.sleep(after_seconds)
-            await node.serving.leave("node left")
-            await node.mesh.leave()
-            cluster.kill(node)
 
         async with trio.open_nursery() as nursery:
             for index, node in enumerate(holders):
-                nursery.start_soon(leave, node, SLOW.load_seconds / 2 * index)
+                nursery.start_soon(leave_for_good, cluster, node, begun, SLOW.load_seconds / 2 * index)
             answer = await cluster.ask(origin, cluster.request((5,), TOKENS), lambda _: begun.set())
         assert answer == exact_answer((5,), 7, TOKENS)
         assert await cluster.ask(origin, cluster.request((1,), 3)) == exact_answer((1,), 7, 3)
@@ -171,8 +176,7 @@ async def test_holders_that_leave_together_do_not_undo_each_others_hand_over(
     """At the same moment; and the third while the layers of the others are loaded elsewhere already."""
     async with three_of(7, SLOW) as cluster:
         origin, *holders = cluster.nodes[:4]
-        only = Constraints(nodes=tuple(node.node_id for node in holders))
-        await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+        await place_on(cluster, origin, holders)
         times: list[float] = []
         token = trio.Event()
 
@@ -181,16 +185,9 @@ async def test_holders_that_leave_together_do_not_undo_each_others_hand_over(
             if index == 5:
                 token.set()
 
-        async def leave(node: SimNode, after_seconds: float) -> None:
-            await token.wait()
-            await trio.sleep(after_seconds)
-            await node.serving.leave("node left")
-            await node.mesh.leave()
-            cluster.kill(node)
-
         async with trio.open_nursery() as nursery:
             for index, node in enumerate(holders):
-                nursery.start_soon(leave, node, apart_seconds * index)
+                nursery.start_soon(leave_for_good, cluster, node, token, apart_seconds * index)
             answer = await cluster.ask(origin, cluster.request((1, 2), 2 * TOKENS), came)
         assert answer == exact_answer((1, 2), 7, 2 * TOKENS)
         pauses = [after - before for before, after in pairwise(times)]
@@ -203,8 +200,7 @@ async def longest_pause(how: str) -> float:
     times: list[float] = []
     async with three_of(6, SLOW) as cluster:
         origin, head, leaver, last, *_ = cluster.nodes
-        only = Constraints(nodes=(head.node_id, leaver.node_id, last.node_id))
-        await origin.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, only))
+        await place_on(cluster, origin, (head, leaver, last))
         await cluster.ask(origin, cluster.request((1,), 2))
         token = trio.Event()
 
@@ -217,8 +213,7 @@ async def longest_pause(how: str) -> float:
             await token.wait()
             with trio.move_on_after(SLOW.load_seconds / 2 if how == "leaves and is killed" else math.inf):
                 if how != "is killed":
-                    await leaver.serving.leave("node left")
-                    await leaver.mesh.leave()
+                    await leave(leaver)
             cluster.kill(leaver)
 
         async with trio.open_nursery() as nursery:

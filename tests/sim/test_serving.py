@@ -36,9 +36,8 @@ few = settings(
 )
 
 
-def simulate(scenario: Callable[[Cluster], Awaitable[None]], seed: int, count: int = 3, **options: object) -> None:
-    cluster = Cluster(random.Random(seed), **options)  # type: ignore[arg-type]
-    whole_agents.simulate(cluster, scenario, count)
+def simulate(scenario: Callable[[Cluster], Awaitable[None]], seed: int, count: int = 3) -> None:
+    whole_agents.simulate(Cluster(random.Random(seed)), scenario, count)
 
 
 @given(seeds)
@@ -349,7 +348,7 @@ def test_a_client_that_leaves_frees_its_session_on_the_runner(seed: int) -> None
             timeout_seconds=1.0,
         )
 
-    simulate(scenario, seed, memory_bytes=48 * MIB)
+    whole_agents.simulate(Cluster(random.Random(seed), memory_bytes=48 * MIB), scenario, 3)
 
 
 @given(seeds)
