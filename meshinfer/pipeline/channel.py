@@ -63,6 +63,8 @@ class Channel:
         """That may still use the socket; the last one closes it."""
         self._end_reason = ""
         """Why it has ended; empty while it works."""
+        self._finish_reason = ""
+        """Why it ends when all has been sent; empty while it goes on."""
         self._on_end: Callable[[str], None] = lambda _reason: None
 
     def start(
@@ -89,7 +91,7 @@ class Channel:
 
     def send(self, frame: Frame) -> bool:
         """Leave `frame` to be sent; False if the channel has ended, also just now because the peer reads too slowly."""
-        if self._end_reason:
+        if self._end_reason or self._finish_reason:
             return False
         try:
             self._outbox.put_nowait(frame)
@@ -98,8 +100,16 @@ class Channel:
             return False
         return True
 
+    def finish(self, reason: str) -> None:
+        """Close it when what waits has been sent: the other side hears the last word, which `end` may cut off."""
+        self._finish_reason = reason
+        try:
+            self._outbox.put_nowait(None)
+        except queue.Full:
+            self.end(reason)
+
     def end(self, reason: str) -> None:
-        """Close it; the other side learns no reason, only the end."""
+        """Close it at once; the other side learns no reason, only the end."""
         with self._lock:
             if self._end_reason:
                 return
@@ -115,7 +125,7 @@ class Channel:
         except (MeshinferError, OSError, ValueError) as error:  # ValueError: closed under our hands
             self.end(str(error) or type(error).__name__)
         else:
-            self.end("the peer closed it")
+            self.end(self._finish_reason or "the peer closed it")
         with self._lock:
             self._threads -= 1
             if self._threads == 0:

@@ -130,8 +130,10 @@ class SeatLoop:
         except _Rebound as rebound:
             self._drop_sessions(f"the instance goes on as epoch {rebound.message.epoch}")
             self._stepper.keep_sessions()  # meanwhile the origins are told
-            for channel in (*self._seats.values(), *self._origins.values()):
-                channel.end("its epoch is over")
+            for seat in self._seats.values():
+                seat.end("its epoch is over")
+            for origin in self._origins.values():
+                origin.finish("its epoch is over")  # each is told first that its sessions are over
             return rebound.message
 
     def _work(self) -> None:

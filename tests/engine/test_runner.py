@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,8 @@ from meshinfer.wire.steps import CacheOperation, StepControl
 
 IN_VAIN = 0.5
 
+StartPipeline = Callable[..., PipelineUnderTest]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -64,6 +67,19 @@ def runner() -> Iterator[RunnerUnderTest]:
     runner = RunnerUnderTest()
     yield runner
     runner.close()
+
+
+@pytest.fixture
+def start_pipeline() -> Iterator[StartPipeline]:
+    """Starts pipelines whose processes end with the test, also one that fails."""
+    with contextlib.ExitStack() as ends:
+
+        def start(model: Path, cuts: Sequence[int] = ()) -> PipelineUnderTest:
+            pipeline = PipelineUnderTest(model, cuts)
+            ends.callback(pipeline.close)
+            return pipeline
+
+        yield start
 
 
 def load_message(model: Path, seats: int = 1, index: int = 0) -> LoadSeat:
@@ -78,8 +94,8 @@ def load_message(model: Path, seats: int = 1, index: int = 0) -> LoadSeat:
 # --- strangers ------------------------------------------------------------------------------------
 
 
-def test_strangers_on_its_port_leave_it_serving(model: Path):
-    pipeline = PipelineUnderTest(model)
+def test_strangers_on_its_port_leave_it_serving(start_pipeline: StartPipeline, model: Path):
+    pipeline = start_pipeline(model)
     origin = pipeline.origin()
     expected = make_certificate()
     offer = pipeline.expect(0, "origin", -1, expected.der)
@@ -97,11 +113,10 @@ def test_strangers_on_its_port_leave_it_serving(model: Path):
         with socket.create_connection(("127.0.0.1", offer.port), PATIENCE) as plain:
             plain.sendall(garbage)
     assert origin.ids(origin.open(session([1, 2], 8))) == plain_greedy(model, [1, 2], 8)
-    pipeline.close()
 
 
-def test_an_origin_that_talks_nonsense_is_shown_out(model: Path):
-    pipeline = PipelineUnderTest(model)
+def test_an_origin_that_talks_nonsense_is_shown_out(start_pipeline: StartPipeline, model: Path):
+    pipeline = start_pipeline(model)
     origin = pipeline.origin()
     record = origin.open(session([1, 2], 200))
     origin.next_token(record)
@@ -116,11 +131,10 @@ def test_an_origin_that_talks_nonsense_is_shown_out(model: Path):
         assert liar.recv_into(memoryview(bytearray(1)), PATIENCE) == 0
         liar.close()
     assert len(origin.tokens(record)) == 199
-    pipeline.close()
 
 
-async def test_an_agent_gets_tokens_straight_from_the_last_stage(model: Path):
-    pipeline = await trio.to_thread.run_sync(PipelineUnderTest, model, (3,))
+async def test_an_agent_gets_tokens_straight_from_the_last_stage(start_pipeline: StartPipeline, model: Path):
+    pipeline = await trio.to_thread.run_sync(start_pipeline, model, (3,))
     me = make_certificate()
     record = session([4, 4, 2], 9)
     with trio.fail_after(PATIENCE):
@@ -132,7 +146,6 @@ async def test_an_agent_gets_tokens_straight_from_the_last_stage(model: Path):
         assert await head.receive() == Prefilled(record.session_id, 2, 3)
         await head.aclose()
         await last.aclose()
-    pipeline.close()
 
 
 # --- neighbours -----------------------------------------------------------------------------------
@@ -202,8 +215,8 @@ def test_a_malformed_frame_closes_the_channel_and_not_the_process(model: Path, r
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2], ids=["head", "middle", "last"])
-def test_a_killed_seat_is_told_at_once(model: Path, victim: int):
-    pipeline = PipelineUnderTest(model, (2, 4))
+def test_a_killed_seat_is_told_at_once(start_pipeline: StartPipeline, model: Path, victim: int):
+    pipeline = start_pipeline(model, (2, 4))
     origin = pipeline.origin()
     records = [origin.open(session([n], 400)) for n in range(3)]
     for record in records:
@@ -221,20 +234,19 @@ def test_a_killed_seat_is_told_at_once(model: Path, victim: int):
         assert (lost.role, lost.seat) in (("activations", 1), ("samples", 2))
         late = origin.open(session([5], 5))
         assert origin.failure(late).code == "peer_lost"
-    pipeline.close()
 
 
-def test_a_stopped_seat_is_noticed_by_the_deadline(model: Path):
-    pipeline = PipelineUnderTest(model, (2, 4))
+def test_a_stopped_seat_is_noticed_by_the_deadline(start_pipeline: StartPipeline, model: Path):
+    pipeline = start_pipeline(model, (2, 4))
     origin = pipeline.origin()
     record = origin.open(session([1], 400))
     for _ in range(8):
         origin.next_token(record)
     pipeline.runners[1].kill(signal.SIGSTOP)
-    failed = origin.failure(record)
-    assert failed.code == "peer_lost"
-    assert "was not answered within" in failed.what
-    pipeline.close()
+    lost: ChannelLost = pipeline.runners[0].wait_for(ChannelLost)
+    assert (lost.role, lost.seat) == ("samples", 2)
+    assert "was not answered within" in lost.reason
+    assert origin.failure(record).code == "peer_lost"  # by the head's word, or the last seat's, which lost the head
 
 
 # --- its agent ------------------------------------------------------------------------------------
@@ -252,8 +264,8 @@ def test_a_process_that_waits_for_its_seat_stops_when_told(runner: RunnerUnderTe
     assert runner.wait_exit() == 0
 
 
-def test_loaded_layers_go_on_in_the_next_epoch(model: Path):
-    pipeline = PipelineUnderTest(model, (3,))
+def test_loaded_layers_go_on_in_the_next_epoch(start_pipeline: StartPipeline, model: Path):
+    pipeline = start_pipeline(model, (3,))
     origin = pipeline.origin()
     left_behind = origin.open(session([1], 400))
     origin.next_token(left_behind)
@@ -265,12 +277,13 @@ def test_loaded_layers_go_on_in_the_next_epoch(model: Path):
     again = session([1, 2, 3], 8, epoch=pipeline.epoch)
     assert origin.ids(origin.open(again)) == plain_greedy(model, [1, 2, 3], 8)
     assert sum(isinstance(message, Loaded) for message in pipeline.runners[0].messages) == 1
-    pipeline.close()
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2], ids=["head", "middle", "last"])
-def test_a_session_that_is_opened_again_is_computed_again_by_the_new_seat_only(model: Path, victim: int):
-    pipeline = PipelineUnderTest(model, (2, 4))
+def test_a_session_that_is_opened_again_is_computed_again_by_the_new_seat_only(
+    start_pipeline: StartPipeline, model: Path, victim: int
+):
+    pipeline = start_pipeline(model, (2, 4))
     origin = pipeline.origin()
     prompt = [(5 * n) % 90 for n in range(70)]
     record = origin.open(session(prompt, 60))
@@ -292,11 +305,10 @@ def test_a_session_that_is_opened_again_is_computed_again_by_the_new_seat_only(m
         beat: Heartbeat = runner.wait_for(Heartbeat, lambda beat: beat.kept_bytes == beat.cache_bytes == 0)
         # A survivor may be a token behind what the origin has, where the lost seat was ahead of it.
         assert beat.recomputed_tokens <= 1 or (index == victim and beat.recomputed_tokens >= 70)
-    pipeline.close()
 
 
-def test_a_running_session_ends_with_its_epoch(model: Path):
-    pipeline = PipelineUnderTest(model)
+def test_a_running_session_ends_with_its_epoch(start_pipeline: StartPipeline, model: Path):
+    pipeline = start_pipeline(model)
     origin = pipeline.origin()
     record = origin.open(session([1], 400))
     origin.next_token(record)
@@ -306,7 +318,6 @@ def test_a_running_session_ends_with_its_epoch(model: Path):
     origin = pipeline.origin()
     again = session([9], 6, epoch=EPOCH + 1)
     assert origin.ids(origin.open(again)) == plain_greedy(model, [9], 6)
-    pipeline.close()
 
 
 def test_it_stops_when_told(model: Path, runner: RunnerUnderTest):
@@ -347,8 +358,10 @@ def test_short_jobs_answer_in_one_line(model: Path, tmp_path: Path):
 
 
 @pytest.mark.skipif(bool(why_not_hang()), reason=why_not_hang() or "it can")
-def test_a_runner_that_hangs_in_a_step_says_so_in_its_heartbeats_and_may_go_on(model: Path):
-    pipeline = PipelineUnderTest(model)
+def test_a_runner_that_hangs_in_a_step_says_so_in_its_heartbeats_and_may_go_on(
+    start_pipeline: StartPipeline, model: Path
+):
+    pipeline = start_pipeline(model)
     origin, (runner,) = pipeline.origin(), pipeline.runners
     record = origin.open(session([1, 2], 500))
     origin.next_token(record)
@@ -358,4 +371,3 @@ def test_a_runner_that_hangs_in_a_step_says_so_in_its_heartbeats_and_may_go_on(m
     assert later.steps == first.steps
     let_go()
     assert len(origin.tokens(record)) == 499
-    pipeline.close()

@@ -44,6 +44,8 @@ class OriginChannel:
 
     def end(self, _reason: str) -> None: ...
 
+    def finish(self, _reason: str) -> None: ...
+
     def send(self, frame: Frame) -> bool:
         self.records.append(RUNNER_RECORDS.decode(frame.control, 1 << 20))
         return True

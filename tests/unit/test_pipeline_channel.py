@@ -74,6 +74,20 @@ def test_large_and_small_frames_arrive_as_they_were(pair: Pair):
     assert not out.send(frames[0])
 
 
+def test_what_waits_is_sent_before_it_finishes(pair: Pair):
+    sender = Seen()
+    channel = started("origin", pair.mine, dialled=True, seen=sender)
+    frames = [Frame(FrameKind.RECORD, 0, 0, bytes([n]) * 60_000) for n in range(100)]  # more than the socket holds
+    assert all(channel.send(frame) for frame in frames)
+    channel.finish("its last word is said")
+    assert not channel.send(frames[0])
+    receiver = Seen()
+    started("origin", pair.theirs, dialled=False, seen=receiver)  # only now somebody reads
+    assert [receiver.frames.get(timeout=PATIENCE) for _ in frames] == frames
+    assert sender.ends.get(timeout=PATIENCE) == "its last word is said"
+    assert receiver.ends.get(timeout=PATIENCE)
+
+
 def test_a_frame_of_another_role_ends_it(pair: Pair):
     seen = Seen()
     started("activations", pair.theirs, dialled=False, seen=seen)
