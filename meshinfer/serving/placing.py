@@ -121,14 +121,20 @@ class Placer:
                     if now.state == "ready":
                         return True
                 elif not given_epoch and self._is_first_to_hand_over(now):
-                    try:
-                        given_epoch = (await self._planner.give_away(now, leaving=own)).epoch
-                    except MeshinferError as error:  # no room, no model card, deleted meanwhile
-                        log.warning("instance %s is not handed over: %s", now.instance_id, error)
+                    given_epoch = await self._give_away(now)
+                    if not given_epoch:
                         return False
                     continue
                 await watch.changed()
         return False
+
+    async def _give_away(self, instance: Instance) -> int:
+        """The epoch in which others hold what this node held; 0 if there will be none."""
+        try:
+            return (await self._planner.give_away(instance, leaving=self._ports.node_id)).epoch
+        except MeshinferError as error:  # no room, no model card, deleted meanwhile
+            log.warning("instance %s is not handed over: %s", instance.instance_id, error)
+            return 0
 
     def _is_first_to_hand_over(self, instance: Instance) -> bool:
         """Of nodes that leave one instance together, one hands over for all: each for itself, they break off each other's.
