@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import random
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshinfer.mesh.prober import PING_AT_LEAST_SECONDS, SILENCE_SECONDS, Turns
@@ -61,3 +63,32 @@ def test_who_is_only_heard_is_pinged_all_the_same() -> None:
     assert max(gaps) <= SILENCE_SECONDS + 0.01, "no answer: half a second, whatever is heard from the other side"
     assert one[0] <= PING_AT_LEAST_SECONDS
     assert len(other) >= 38
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=20)
+def test_neighbours_come_into_step(rng: random.Random) -> None:
+    names = range(5)
+    turns = {one: {n: Turns(-rng.random(), one < n) for n in names if n != one} for one in names}
+    pings: dict[int, list[float]] = {one: [] for one in names}
+    coming: list[tuple[float, int, int, bool]] = []
+    for millisecond in range(20_000):
+        now = millisecond / 1000
+        while coming and coming[0][0] <= now:
+            _, sender, receiver, is_ping = heapq.heappop(coming)
+            if is_ping:
+                turns[receiver][sender].pinged(now)
+                heapq.heappush(coming, (now + 0.001, receiver, sender, False))
+            else:
+                turns[receiver][sender].answered(now)
+        for one, others in turns.items():
+            if any(each.due() <= now for each in others.values()):
+                for other, each in others.items():
+                    if each.joins(now):
+                        each.pinging(now)
+                        pings[one].append(now)
+                        heapq.heappush(coming, (now + 0.001, one, other, True))
+    for sent in pings.values():
+        settled = [at for at in sent if at >= 10]
+        assert 4 * 9 <= len(settled) <= 4 * 12, "each of the four is pinged once a second, as without company"
+        assert len(set(settled)) <= 25, "at about two moments in each second"
