@@ -21,6 +21,7 @@ import meshinfer
 from meshinfer.api.app import Address, listen, make_app, serve
 from meshinfer.api.guard import is_loopback
 from meshinfer.api.serving_backend import ServingBackend
+from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.errors import NoRoom
 from meshinfer.base.ids import NodeId
 from meshinfer.config import Settings
@@ -267,7 +268,7 @@ async def _look_around(own_card: OwnCard, store: ModelStore) -> None:
     known = own_card.card.models
     others, looked_at = OthersLoad(), trio.current_time()
     while True:
-        await trio.sleep(LOOK_AROUND_SECONDS)
+        await sleep_to_beat(LOOK_AROUND_SECONDS)
         held = await trio.to_thread.run_sync(store.held)
         if held != known:
             known = held

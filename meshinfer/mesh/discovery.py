@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import trio
 from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
+from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.addresses import ip_of, is_node_id, worth_dialling
 from meshinfer.transport.addresses import format_address, parse_address
@@ -146,7 +147,7 @@ class Discovery:
                     said, complaint = complaint, await trio.to_thread.run_sync(responder.open)
                     if complaint and complaint != said:
                         log.warning("discovery: %s; looking again every %g s", complaint, RECHECK_SECONDS)
-                await trio.sleep(RECHECK_SECONDS)
+                await sleep_to_beat(RECHECK_SECONDS)
         finally:
             with trio.move_on_after(CLOSE_SECONDS + 1, shield=True):
                 await _close(responder)

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import trio
 from trio import TaskStatus
 
+from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.errors import MeshinferError, ProtocolError
 from meshinfer.base.ids import NodeId
 from meshinfer.mesh.announcement import Heard, check, sign
@@ -264,7 +265,7 @@ class Gossip:
     async def _pull_often(self) -> None:
         next_pull = trio.current_time() + PULL_PERIOD_SECONDS * self._rng.uniform(0.5, 1)
         while True:
-            await trio.sleep(PERIOD_SECONDS)
+            await sleep_to_beat(PERIOD_SECONDS)
             now = trio.current_time()
             neighbours = sorted(self._neighbours())
             long_ago = 3 * PERIOD_SECONDS * rarity(self._view.count)

@@ -27,6 +27,7 @@ from typing import Protocol
 
 import trio
 
+from meshinfer.base.beats import next_beat
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import KIB, format_bytes, format_seconds
@@ -213,7 +214,7 @@ class LinkProber:
                 try:
                     while True:
                         self._look(nursery, trio.current_time())
-                        with trio.move_on_after(LOOK_SECONDS):
+                        with trio.move_on_at(next_beat(LOOK_SECONDS)):
                             await self._ended.wait()
                         self._ended = trio.Event()
                 finally:

@@ -28,6 +28,7 @@ from typing import assert_never
 import trio
 from trio import TaskStatus
 
+from meshinfer.base.beats import next_beat, sleep_to_beat
 from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.config import PROBE_BYTES_PER_HOUR
 from meshinfer.mesh.address_book import AddressBook
@@ -355,7 +356,7 @@ class Mesh:
         self._ticked = trio.current_time()
         while True:
             wakeup = self._membership.next_wakeup()
-            tick = self._ticked + TICK_SECONDS
+            tick = next_beat(TICK_SECONDS)
             with trio.move_on_at(tick if wakeup is None else min(tick, wakeup)):
                 await watch.changed()
                 continue
@@ -379,13 +380,13 @@ class Mesh:
 
     async def _keep_house(self) -> None:
         while True:
-            await trio.sleep(HOUSEKEEPING_SECONDS)
+            await sleep_to_beat(HOUSEKEEPING_SECONDS)
             self._view.expire(trio.current_time())
             self._note()
 
     async def _keep_up(self) -> None:
         while True:
-            await trio.sleep(UPKEEP_SECONDS)
+            await sleep_to_beat(UPKEEP_SECONDS)
             self._own_card.update(addresses=self._transport.addresses())
             if not self._book.is_saved:
                 await trio.to_thread.run_sync(self._book.save)

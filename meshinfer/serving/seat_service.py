@@ -16,6 +16,7 @@ from pathlib import Path
 
 import trio
 
+from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.errors import BadInput, MeshinferError, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.planning.planner import seat_memory
@@ -496,7 +497,7 @@ class SeatService:
 
     async def _look_at_runners(self) -> None:
         while True:
-            await trio.sleep(LOOK_SECONDS)
+            await sleep_to_beat(LOOK_SECONDS)
             now = trio.current_time()
             if effects := self._ledger.look_at_runners(now):
                 await self._perform(effects)
@@ -507,7 +508,7 @@ class SeatService:
 
     async def _refresh_counters(self) -> None:
         while True:
-            await trio.sleep(REPORT_SECONDS)
+            await sleep_to_beat(REPORT_SECONDS)
             self._announce(counters=True)
 
     def _announce(self, *, counters: bool = False) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from meshinfer.base.beats import sleep_to_beat
 from meshinfer.serving.runners import Runner
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Spares:
         """Keep one as long as that is allowed."""
         try:
             while True:
-                await trio.sleep(LOOK_SECONDS)
+                await sleep_to_beat(LOOK_SECONDS)
                 await self._look()
         finally:
             if self._spare is not None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import trio
 
+from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.files import write_atomically
 from meshinfer.base.ids import ModelId, PlacementId
@@ -108,7 +109,7 @@ class SpeedProbe:
             due = book.due(wanted, trio.current_time())
             if due and not ports.at_work():
                 await self._probe(book, due)
-            await trio.sleep(LOOK_SECONDS)
+            await sleep_to_beat(LOOK_SECONDS)
 
     # --- measuring ------------------------------------------------------------------------------
 
