@@ -21,7 +21,7 @@ import meshinfer
 from meshinfer.api.app import Address, listen, make_app, serve
 from meshinfer.api.guard import is_loopback
 from meshinfer.api.serving_backend import ServingBackend
-from meshinfer.base.beats import sleep_to_beat
+from meshinfer.base.beats import begin_beats, sleep_to_beat
 from meshinfer.base.errors import NoRoom
 from meshinfer.base.ids import NodeId
 from meshinfer.config import Settings
@@ -95,6 +95,7 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
         MeshinferError: the engine cannot be loaded here.
     """
     name = settings.name or socket.gethostname().partition(".")[0]
+    begin_beats()
     with one_agent(settings.home), listen(settings) as listener:
         membership = await trio.to_thread.run_sync(
             partial(load_or_make, settings.home, key_file=settings.mesh_key_file, open_mesh=settings.open_mesh)

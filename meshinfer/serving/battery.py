@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import psutil
 import trio
 
-from meshinfer.base.beats import sleep_to_beat
-
 LOOK_SECONDS = 30.0
 """A laptop at work loses a percent in a minute or two."""
 
@@ -50,4 +48,4 @@ async def until_low(percent: float, look: Callable[[], Awaitable[Battery | None]
         if seen is not None and is_low and low_before:
             return seen
         low_before = is_low
-        await sleep_to_beat(LOOK_SECONDS)
+        await trio.sleep(LOOK_SECONDS)

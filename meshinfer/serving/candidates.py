@@ -56,7 +56,7 @@ class CandidateSource:
         now = trio.current_time()
         if old is not None:
             self.learn(old)
-        troubled = self._failures.troubled(instance_id)
+        troubled = self._failures.troubled(instance_id, now)
         # Who names the nodes has reasons to.
         rests = self._failures.rests(instance_id, now) if ask.placement is None else ()
         topology = without(silent, with_memory_of(self._ports.topology(), instance_id))

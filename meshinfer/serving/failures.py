@@ -77,10 +77,11 @@ class Failures:
                 record = self._records.setdefault(key, _Record())
                 record.count, record.epoch, record.at = record.count + 1, instance.epoch, now
                 record.error, record.is_lasting = report.error, report.error_code in LASTING_ERRORS
-        self._records = {key: one for key, one in self._records.items() if now < one.at + FORGOTTEN_SECONDS}
+        self._forget(now)
 
-    def troubled(self, instance_id: InstanceId) -> frozenset[NodeId]:
+    def troubled(self, instance_id: InstanceId, now: float) -> frozenset[NodeId]:
         """Nodes whose seat goes elsewhere if it can."""
+        self._forget(now)
         return frozenset(
             node
             for (of, node), record in self._records.items()
@@ -97,3 +98,6 @@ class Failures:
                 if left > 0:
                     found.append(Rest(node, record.count, record.error, left))
         return tuple(sorted(found, key=lambda rest: (-rest.seconds, rest.node_id)))
+
+    def _forget(self, now: float) -> None:
+        self._records = {key: one for key, one in self._records.items() if now < one.at + FORGOTTEN_SECONDS}

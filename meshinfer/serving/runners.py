@@ -93,7 +93,8 @@ class RunnerProcess:
     @classmethod
     async def start(cls) -> RunnerProcess:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as unless_it_starts:
+            unless_it_starts.enter_context(ours)
             process = await trio.lowlevel.open_process(
                 engine_command("seat", "--fd", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
@@ -102,6 +103,7 @@ class RunnerProcess:
                 cwd=tempfile.gettempdir(),
                 **engine_options(),
             )
+            unless_it_starts.pop_all()
         return cls(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
 
     @property

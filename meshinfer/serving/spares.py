@@ -78,7 +78,4 @@ class Spares:
             except OSError as error:
                 log.warning("no spare runner: %s", error)
                 return
-            if self._spare is None:
-                self._spare = started
-            else:
-                await started.stop()
+            self._spare = started

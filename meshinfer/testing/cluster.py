@@ -22,6 +22,7 @@ from pathlib import Path
 import trio
 from trio import TaskStatus
 
+from meshinfer.base.beats import begin_beats
 from meshinfer.base.ids import ModelId, NodeId, SessionId
 from meshinfer.base.units import MIB
 from meshinfer.config import Settings
@@ -245,6 +246,7 @@ class Cluster:
     async def _run(self, node: SimNode, *, task_status: TaskStatus[None]) -> None:
         try:
             with node.transport.process:
+                begin_beats()
                 async with trio.open_nursery() as nursery:
                     node.nursery = nursery
                     await nursery.start(node.transport.run)

@@ -18,6 +18,8 @@ from meshinfer.topology.placement import Placement
 from meshinfer.topology.speed import NodeSpeed
 
 Count = Annotated[int, between(0, 2**63 - 1)]
+Epoch = Annotated[int, between(0, 2**32 - 1)]
+"""Of an instance. A bound that every message keeps, or what one of them brings cannot be said in another."""
 ShortText = Annotated[str, sized(0, 128)]
 
 SLOWDOWN_STEP = 0.25
@@ -34,7 +36,7 @@ class SeatReport:
     """One seat that the node holds, as it is now."""
 
     instance_id: WireInstanceId
-    epoch: Count
+    epoch: Epoch
     placement_id: WirePlacementId
     seat_index: Count
     state: SeatState

@@ -14,11 +14,10 @@ from meshinfer.base.wire_ids import WireInstanceId, WireModelId, WireNodeId, Wir
 from meshinfer.planning.model_card import ModelCard
 from meshinfer.planning.plan import Refusal
 from meshinfer.planning.workload import Constraints, Workload
-from meshinfer.topology.card import Count, NodeCard
+from meshinfer.topology.card import Count, Epoch, NodeCard
 from meshinfer.topology.link import Link
 from meshinfer.topology.placement import Placement
 
-Epoch = Annotated[int, between(0, 2**32 - 1)]
 Seconds = Annotated[float, between(0, 86400)]
 
 # --- gossip: what a node says of itself ---------------------------------------------------------

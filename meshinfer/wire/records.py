@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from meshinfer.base.bounds import at_least, between, sized
 from meshinfer.base.wire_ids import WireInstanceId, WireSessionId
+from meshinfer.topology.card import Epoch
 from meshinfer.wire.codec import Registry
 
 TokenId = Annotated[int, between(0, 2**31 - 1)]
@@ -49,7 +50,7 @@ class OpenSession:
 
     session_id: WireSessionId
     instance_id: WireInstanceId
-    epoch: Annotated[int, between(0, 2**32 - 1)]
+    epoch: Epoch
     token_ids: Annotated[tuple[TokenId, ...], sized(1, 2**22)]
     """Prompt, and on a resume the tokens emitted so far."""
     emitted: Annotated[int, at_least(0)]

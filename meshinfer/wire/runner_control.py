@@ -11,6 +11,7 @@ from typing import Annotated
 
 from meshinfer.base.bounds import at_least, between, finite, sized
 from meshinfer.base.wire_ids import WireInstanceId
+from meshinfer.topology.card import Epoch
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.codec import Registry
 from meshinfer.wire.messages import ChannelOffer, ChannelRole
@@ -24,7 +25,7 @@ class LoadSeat:
 
     model_path: Annotated[str, sized(1, 4096)]
     instance_id: WireInstanceId
-    epoch: Annotated[int, between(0, 2**32 - 1)]
+    epoch: Epoch
     placement: Placement
     seat_index: Annotated[int, between(0, 255)]
     bind_host: Annotated[str, sized(1, 64)]
@@ -61,7 +62,7 @@ class Rebind:
     sessions is kept, in case their origins open them again.
     """
 
-    epoch: Annotated[int, between(0, 2**32 - 1)]
+    epoch: Epoch
     placement: Placement
     seat_index: Annotated[int, between(0, 255)]
 

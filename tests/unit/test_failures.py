@@ -48,14 +48,14 @@ def test_the_first_failure_is_mended_on_the_spot_and_the_next_ones_elsewhere_or_
     for epoch in range(1, 9):
         book.learn(seen(epoch), now)
         book.learn(seen(epoch), now + 0.1)  # looked at twice
-        assert book.troubled(INSTANCE) == ({ADA} if epoch > 1 else set())
+        assert book.troubled(INSTANCE, now) == ({ADA} if epoch > 1 else set())
         wait = rests(book, now)
         waits += wait
         now += wait[0] if wait else 0.5
         assert rests(book, now) == [], "it may be tried again"
     assert waits == [2.0, 4.0, 8.0, *[LONGEST_REST_SECONDS] * 4]
     assert LONGEST_REST_SECONDS < WARM_SECONDS, "what is warm on the other nodes outlives each rest"
-    assert book.troubled(InstanceId("2e" * 8)) == set(), "of another instance nothing is known"
+    assert book.troubled(InstanceId("2e" * 8), now) == set(), "of another instance nothing is known"
 
 
 def test_the_rest_says_of_whom_and_why() -> None:
@@ -72,7 +72,7 @@ def test_what_has_served_starts_anew() -> None:
         for epoch in (1, 2, 3):
             book.learn(seen(epoch), 0.0)
         book.learn(seen(4, state, step_seconds=step_seconds), later)
-        return bool(book.troubled(INSTANCE))
+        return bool(book.troubled(INSTANCE, later))
 
     for state in ("cut", "failed"):
         assert not troubled(SERVED_SECONDS, 0.01, state), "it has computed, and lived long enough"
@@ -86,5 +86,13 @@ def test_a_damaged_file_moves_the_seat_at_once_and_never_keeps_anybody_waiting()
     book = Failures()
     for epoch in (1, 2, 3):
         book.learn(seen(epoch, code="corrupt_model"), float(epoch))
-        assert book.troubled(INSTANCE) == {ADA}
+        assert book.troubled(INSTANCE, float(epoch)) == {ADA}
         assert book.rests(INSTANCE, float(epoch)) == ()
+
+
+def test_time_alone_forgets() -> None:
+    book = Failures()
+    for epoch in (1, 2):
+        book.learn(seen(epoch), 0.0)
+    assert book.troubled(INSTANCE, FORGOTTEN_SECONDS - 1) == {ADA}
+    assert book.troubled(INSTANCE, FORGOTTEN_SECONDS) == set(), "though nobody looked at the instance meanwhile"

@@ -5,11 +5,6 @@ again: 24 ms of CPU per message and node at 8 nodes, against 6 with these settin
 spam protection silently drops whatever exceeds 10 messages a second from one forwarder, our own
 included; a mesh whose members have proved themselves needs bounds on size, not that.
 
-Nor scores. With them the library asks further neighbours in at every heartbeat and sends the lowest scores away, the same
-ones at every node; and whoever was sent away and asks again within a minute is refused for another minute, as the one who
-refused is by it. Among eight nodes one or two were left with no neighbour in gossip for ever, and the others went
-on grafting and pruning (measured). Without, all have two to four within a second, and not one more message is sent.
-
 Best effort, as the contract says: nothing here knows whether a message arrived anywhere.
 """
 
@@ -50,9 +45,7 @@ def make_gossip(host: BasicHost, topic: str) -> tuple[Pubsub, GossipSub]:
         spam_protection_enabled=False,
         eclipse_protection_enabled=False,
         adaptive_gossip_enabled=False,
-        prune_back_off=0,
     )
-    router.scorer = None
     pubsub = Pubsub(host, router, strict_signing=True, allowed_topics={topic})
 
     def is_acceptable(_forwarder: ID, message: rpc_pb2.Message) -> bool:
