@@ -44,6 +44,9 @@ class RunnerEntry:
     active_bytes: int
     """As the engine counts it: weights, caches and what it works on."""
     cache_bytes: int
+    """Keys and values of its sessions."""
+    kept_bytes: int
+    """What it holds in case a session is opened again."""
     sessions: int
     steps: int
     tokens: int

@@ -63,6 +63,7 @@ class ServingBackend:
                 resident_bytes=beats[key].resident_bytes if key in beats else 0,
                 active_bytes=beats[key].active_bytes if key in beats else 0,
                 cache_bytes=beats[key].cache_bytes if key in beats else 0,
+                kept_bytes=beats[key].kept_bytes if key in beats else 0,
                 sessions=beats[key].sessions if key in beats else 0,
                 steps=beats[key].steps if key in beats else 0,
                 tokens=beats[key].tokens if key in beats else 0,
