@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 
 import platformdirs
@@ -42,6 +43,7 @@ from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import Outcome, Scenario, machine_scenarios, percentile, scenarios
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 
+LOG = Path("docs/log")
 FAILURE_RATES = (0.0, 1e-4, 1e-3, 1e-2)
 LENGTHS = (128, 1024)
 REAL_AGENTS = 5
@@ -107,6 +109,16 @@ class Report:
     def say(self, text: str = "") -> None:
         self.lines.append(text)
         print(text, flush=True)
+
+    def write(self, directory: Path, name: str) -> Path:
+        """Into a new file, so named, or with a number: an earlier one may be quoted somewhere."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            path = directory / (f"{name}.md" if number == 1 else f"{name}-{number}.md")
+            with contextlib.suppress(FileExistsError), path.open("x") as file:
+                file.write("\n".join(self.lines) + "\n")
+                return path
+        raise AssertionError
 
 
 def play_all(
@@ -303,7 +315,7 @@ def main() -> int:
         "--logs", action="store_true", help="keep those of all real agents, not only of broken promises"
     )
     parser.add_argument("--no-figures", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("docs/log"), help="where the table goes")
+    parser.add_argument("--out", type=Path, help="where the table goes; docs/log, or with --only nowhere, if not given")
     given = parser.parse_args()
     one = given.seed is not None
     logging.basicConfig(level=logging.INFO if one else logging.ERROR, format="%(name)s: %(message)s")
@@ -345,9 +357,8 @@ def main() -> int:
         len(r.crashed) for r in rows
     )
     report.say(f"\n{runs} runs, {runs - broken} with every promise kept, in {(time.monotonic() - began) / 60:.0f} min.")
-    if not one:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / f"{now:%Y-%m-%d}-chaos.md").write_text("\n".join(report.lines) + "\n")
+    if given.out or not (one or given.only):
+        print(f"  the table: {report.write(given.out or LOG, f'{now:%Y-%m-%d}-chaos')}", file=sys.stderr, flush=True)
     print(json.dumps({"runs": runs, "broken": broken}))
     return 0 if fine and not broken else 1
 
