@@ -55,6 +55,8 @@ def read_agent(agent: RunningAgent) -> Reading:
         runners=len(state["runners"]),
         seats=sum(seat["state"] in {"loading", "linking", "ready", "cut"} for seat in seats),
         files=files,
+        cache_bytes=sum(runner["cache_bytes"] for runner in state["runners"]),
+        kept_bytes=sum(runner["kept_bytes"] for runner in state["runners"]),
     )
 
 

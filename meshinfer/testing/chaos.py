@@ -9,6 +9,9 @@ A scenario says nothing of how its faults are made, so that one list serves the 
 thing. Who plays which part, and at which token it is hit, the stage draws from the run's seed; a run that
 fails prints it. Pure.
 
+A fault that was wanted and could not be made (nobody played its part, say) proves nothing: such a run has failed
+(`faults_not_made`), whatever its clients saw.
+
 The promises, numbered as in the reports:
 1. every request ends, with success or one error that has a name, within its deadline;
 2. what the client has is what the failure-free run gives: all of it after a success, a beginning of it
@@ -23,6 +26,7 @@ The promises, numbered as in the reports:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -69,10 +73,11 @@ Of real machines only: starve runner: the kernel kills it for want of memory; re
 slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home. … lines: its
 control connections (not those of its runners) suffer that from a fault proxy, both ways."""
 Part = Literal["origin", "head", "middle", "last", "planner", "replacement", "holder", "bystander"]
-"""replacement: who took a lost seat. holder: any with a seat. bystander: one without a seat that is not the origin."""
+"""head, middle, last: of the placement before anything happened. replacement: who sits in the seat that was
+lost first now, in a newer epoch. holder: any with a seat. bystander: one without a seat that is not the origin."""
 Moment = Literal["prefill", "first token", "token k", "repair", "placing"]
-"""Of the first client's request. token k: any but the first and the last. repair: within a second after the origin
-noticed an earlier fault. placing: between the first lease and the last commit of the next epoch, or just after."""
+"""Of the first client's request. token k: any but the first and the last. repair: after the origin noticed
+an earlier fault, before the session is open again. placing: between the first lease and the last commit of the next epoch, or just after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,9 @@ def scenarios() -> tuple[Scenario, ...]:
     parts: tuple[Part, ...] = ("head", "middle", "last", "planner")
     for part in parts:
         found += [Scenario(f"kill {part} at {moment}", (Fault("kill", part, moment),)) for moment in moments]
-    for part in (*parts, "replacement"):
+    # Who sat in the middle is dead by then: `replacement` is who sits there now.
+    during: tuple[Part, ...] = ("head", "last", "planner", "replacement")
+    for part in during:
         first = Fault("kill", "middle")
         found.append(Scenario(f"kill middle, and {part} during the repair", (first, Fault("kill", part, "repair"))))
     for planner in (Fault("kill", "planner", "placing"), Fault("stop", "planner", "placing", seconds=10.0)):
@@ -128,7 +135,8 @@ def scenarios() -> tuple[Scenario, ...]:
         found += [Scenario(f"kill runner of {part} at {m}", (Fault("kill runner", part, m),)) for m in moments]
         found.append(Scenario(f"hang runner of {part}", (Fault("hang runner", part),)))
         found.append(Scenario(f"freeze runner of {part}", (Fault("freeze runner", part),)))
-    again = (Fault("kill runner", "middle"), Fault("kill runner", "middle", "repair"))
+    # The seat may be made again where it was, or elsewhere.
+    again = (Fault("kill runner", "middle"), Fault("kill runner", "replacement", "repair"))
     found.append(Scenario("kill runner of middle, again during the repair", again))
     for seconds in (2.0, 10.0, 60.0):
         for part in parts:
@@ -241,13 +249,18 @@ class Reading:
     seats: int
     """That should have a runner."""
     tasks: int = 0
-    """Of requests and links."""
+    """Of requests and links. Simulated agents only: real ones show theirs nowhere."""
     files: int = 0
     """Open file descriptors; 0 where that means nothing."""
+    cache_bytes: int = 0
+    """Keys and values of sessions in its runners. Real agents only, as `kept_bytes`: the exact engine has none."""
+    kept_bytes: int = 0
+    """What its runners hold in case a session is opened again: on purpose, for some seconds after a repair."""
 
 
 FILES_SLACK = 12
-"""Connections to a peer that came back, and files that the interpreter opens late; a leak of one a request shows."""
+"""Connections to a peer that came back, and files that the interpreter opens late. Whoever plays many runs with the same
+processes compares with the first reading of each, so that a leak of one a run shows too."""
 TYPED = frozenset(("no_room", "peer_lost", "deadline_exceeded", "generation_failed", "model_not_found"))
 """Codes that an answer may end with when nodes are lost: each says what it means. `internal` is none of them."""
 
@@ -279,6 +292,12 @@ def answer_violations(answer: Answer, ends: str) -> list[str]:
     return found
 
 
+def faults_not_made(wanted: Iterable[Fault], made: Iterable[Fault]) -> list[str]:
+    """A run without them shows nothing of what its name says."""
+    missing = Counter(wanted) - Counter(made)
+    return [f"fault not made: {fault.deed} {fault.part} ({fault.moment})" for fault in missing.elements()]
+
+
 def rest_violations(before: Iterable[Reading], after: Sequence[Reading]) -> list[str]:
     """Promises 4 and 5, once everything has been quiet for a while; `after` has all and only the live nodes."""
     found: list[str] = []
@@ -288,6 +307,8 @@ def rest_violations(before: Iterable[Reading], after: Sequence[Reading]) -> list
         who = f"node {reading.node}"
         if reading.requests or reading.sessions:
             found.append(f"4: {who} still has {reading.requests} requests and {reading.sessions} sessions")
+        if reading.cache_bytes:
+            found.append(f"4: {who} still has {reading.cache_bytes} bytes of keys and values")
         if reading.runners != reading.seats:
             found.append(f"4: {who} has {reading.runners} runners for {reading.seats} seats")
         was = once.get(reading.node)
@@ -300,6 +321,11 @@ def rest_violations(before: Iterable[Reading], after: Sequence[Reading]) -> list
         if reading.instances != after[0].instances:
             found.append(f"5: {who} sees {reading.instances}, {after[0].node} sees {after[0].instances}")
     return found
+
+
+def kept_violations(after: Iterable[Reading]) -> list[str]:
+    """The rest of promise 4, once what is kept on purpose has lapsed."""
+    return [f"4: node {one.node} keeps {one.kept_bytes} bytes for nobody" for one in after if one.kept_bytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,14 @@ from meshinfer.testing.chaos import (
     BETWEEN,
     HOUR_SECONDS,
     Answer,
+    Deed,
     Fault,
     Outcome,
     Part,
     Reading,
     Scenario,
     answer_violations,
+    faults_not_made,
     rest_violations,
 )
 from meshinfer.testing.clocks import (
@@ -61,13 +63,14 @@ DEADLINE_SECONDS = 120.0
 REST_SECONDS = 5.0
 """How long after the last answer and the last fault everything may take to be as before."""
 PLACING_SECONDS = 10.0
-"""How long a fault may take to have anything placed anew."""
+"""How long a fault may take to be noticed, and to have anything placed anew."""
 MEET_SECONDS = 30.0
 """For nodes that were apart to find each other again first: re-dials back off."""
 NODE_BYTES = 30 * MIB
 """Three layers of 8 MiB and some: the model of eight needs three nodes."""
 SPEED = FakeSpeed(start_seconds=0.5, load_seconds=0.3, step_seconds=0.01, prefill_seconds_per_token=0.002)
 """A small model on laptops, with a spare process and the weights on disk; 32 ms a token over three stages."""
+OF_RUNNERS: frozenset[Deed] = frozenset(("kill runner", "hang runner", "freeze runner"))
 
 
 def replays(seed: int) -> None:
@@ -162,12 +165,20 @@ class _Run:
         """Killed, and not restarted."""
         self.placement: Placement
         """Before anything happens."""
+        self._epoch: int
+        """Its."""
+        self._lost: int | None = None
+        """The first of its seats that was hit."""
         self.origin: SimNode
         self.answers: list[Answer] = []
         self.noticed = trio.Event()
         """The first client's origin has seen that something is wrong."""
+        self._is_repaired = False
+        """And its answer went on after that."""
         self.over_at = 0.0
         """When the last fault was undone, or done for good."""
+        self.made: list[Fault] = []
+        """In their order; also those that are undone."""
         self._k = rng.randrange(1, TOKENS * 3 // 4)
         self._session: SessionId
         """The first client's."""
@@ -202,6 +213,7 @@ class _Run:
             settled, rest = await self._come_to_rest(before)
             watching.cancel_scope.cancel()
         violations = [v for answer in self.answers for v in answer_violations(answer, self._ends(answer))] + rest
+        violations += faults_not_made(self.scenario.faults, self.made)
         violations += [f"6: {what} ({times} times)" for what, times in self.witness.stale.items()]
         violations += [f"7: {what}" for what in self.witness.over_budget]
         violations += [f"a handler failed: {bug!r}" for bug in cluster.network.failures]
@@ -224,13 +236,16 @@ class _Run:
         hit = {node for part in parts for node in self._players(part)}
         if any(fault.deed in BETWEEN for fault in self.scenario.faults):
             hit |= {self._after(node) for node in hit}
+        hit |= self._may_replace()
         free = [node for node in self.cluster.nodes if node.node_id not in hit]
         self.origin = self.rng.choice(free or self.cluster.nodes)
+        (instance,) = self.origin.instances()
+        self._epoch = instance.epoch
 
     def _clients(self) -> Sequence[tuple[SimNode, int]]:
         """(origin, tokens) of each: the first, another of the same origin or not, and one that asks for little."""
         parts: set[Part] = {fault.part for fault in self.scenario.faults}
-        hit = {node for part in parts for node in self._players(part)} | {self.origin.node_id}
+        hit = {node for part in parts for node in self._players(part)} | {self.origin.node_id} | self._may_replace()
         others = [node for node in self.cluster.nodes if node.node_id not in hit] or [self.origin]
         return (self.origin, TOKENS), (self.rng.choice(others), TOKENS), (self.rng.choice(others), 5)
 
@@ -253,10 +268,20 @@ class _Run:
             case "bystander":
                 return [n.node_id for n in self._live() if n.node_id not in seats and n is not self.origin]
             case "replacement":
-                now = {seat.node_id for i in self.origin.instances() for seat in i.placement.seats}
-                return sorted((now - set(seats)) - self.dead - {self.origin.node_id}) or [
-                    node for node in seats if node not in self.dead and node != self.origin.node_id
-                ]
+                newer = [i.placement.seats for i in self.origin.instances() if i.epoch > self._epoch]
+                return [seats[self._lost].node_id for seats in newer if self._lost is not None]
+
+    def _may_replace(self) -> set[NodeId]:
+        """Who may come to sit in a lost seat, if that is to be hit."""
+        if all(fault.part != "replacement" for fault in self.scenario.faults):
+            return set()
+        return {node.node_id for node in self.cluster.nodes}.difference(seat.node_id for seat in self.placement.seats)
+
+    def _targets(self, fault: Fault) -> list[NodeId]:
+        """Whom it can be done to now."""
+        runners = self.cluster.fabric.runners_of
+        live = [node for node in self._players(fault.part) if node not in self.dead]
+        return [node for node in live if fault.deed not in OF_RUNNERS or runners(node)]
 
     def _after(self, node: NodeId) -> NodeId:
         """Who has the seat after that one's; the head after the last."""
@@ -314,6 +339,7 @@ class _Run:
                 answer.got.append(event.token_id)
                 answer.times.append(shared_time())
                 if answer.client == "first":
+                    self._is_repaired = self.noticed.is_set()
                     self._reached(event.index)
             case Finished():
                 answer.ended_at = shared_time()
@@ -334,21 +360,28 @@ class _Run:
     async def _prelude(self) -> None:
         """The faults that no token times."""
         for fault in self.scenario.faults:
-            if fault.moment == "prefill":
-                prefill = SPEED.prefill_seconds_per_token * PROMPT_TOKENS * self.scenario.stages
-                await trio.sleep(self.rng.uniform(0, prefill))
+            if fault.moment in {"first token", "token k"}:
+                continue
+            with trio.move_on_after(PLACING_SECONDS) as waiting:
+                await self._moment_of(fault)
+            if not waiting.cancelled_caught:
                 await self._do(fault)
-            elif fault.moment == "repair":
-                with trio.move_on_after(10):
-                    await self.noticed.wait()
-                await trio.sleep(self.rng.uniform(0, 1.0))
-                await self._do(fault)
-            elif fault.moment == "placing":
-                with trio.move_on_after(PLACING_SECONDS):
-                    await self._next_lease()
+
+    async def _moment_of(self, fault: Fault) -> None:
+        match fault.moment:
+            case "repair":
+                await self.noticed.wait()
+                while not self._targets(fault):  # noqa: ASYNC110 - virtual time is free
+                    await trio.sleep(self.cluster.network.latency_seconds)
+                # What is lost is loaded only after both of them, and takes that long: it is under repair until then.
+                await trio.sleep(self.rng.uniform(0, SPEED.load_seconds))
+            case "placing":
+                await self._next_lease()
                 # Three ways of the network: a lease's answer, a commit, and its.
                 await trio.sleep(self.rng.uniform(0, 3 * self.cluster.network.latency_seconds))
-                await self._do(fault)
+            case _:
+                prefill = SPEED.prefill_seconds_per_token * PROMPT_TOKENS * self.scenario.stages
+                await trio.sleep(self.rng.uniform(0, prefill))
 
     async def _next_lease(self) -> None:
         def leases() -> int:
@@ -359,12 +392,15 @@ class _Run:
             await trio.sleep(self.cluster.network.latency_seconds / 2)
 
     async def _do(self, fault: Fault) -> None:
-        """Make the fault, and undo it when its time is over."""
-        players = [node for node in self._players(fault.part) if node not in self.dead]
-        if not players:
+        """Make the fault, if it can be made, and undo it when its time is over."""
+        targets = self._targets(fault)
+        if not targets or (fault.moment == "repair" and self._is_repaired):
             return
-        node = self.cluster.node_of(self.rng.choice(players))
+        self.made.append(fault)
+        node = self.cluster.node_of(self.rng.choice(targets))
         assert node is not None
+        if self._lost is None and node.node_id in self.placement.node_ids:
+            self._lost = self.placement.node_ids.index(node.node_id)
         log.info("%.3f: %s %s (%s)", shared_time(), fault.deed, fault.part, node.node_id)
         network = self.cluster.network
         everyone = [other.node_id for other in self._live() if other is not node]

@@ -42,8 +42,18 @@ class Question:
         }
 
 
-def ask(url: str, body: dict[str, Any], answer: Answer, on_chunk: Callable[[int], None] = lambda _: None) -> None:
-    """Post `body` and write what comes into `answer`; `on_chunk` is told how many pieces of text have come."""
+def ask(
+    url: str,
+    body: dict[str, Any],
+    answer: Answer,
+    on_chunk: Callable[[int], None] = lambda _: None,
+    on_sign: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Post `body` and write what comes into `answer`.
+
+    `on_chunk` is told how many pieces of text have come, and `on_sign` what the origin says between them, such as
+    "repairing 0%".
+    """
     timeout = httpx.Timeout(answer.deadline_seconds, connect=CONNECT_SECONDS)
     answer.asked_at = time.monotonic()
     try:
@@ -55,7 +65,7 @@ def ask(url: str, body: dict[str, Any], answer: Answer, on_chunk: Callable[[int]
                 response.read()
                 _fail(answer, response.json())
             elif body["stream"]:
-                _read(response.iter_lines(), answer, on_chunk)
+                _read(response.iter_lines(), answer, on_chunk, on_sign)
             else:
                 _take(json.loads(response.read()), answer)
     except (httpx.HTTPError, ValueError) as error:
@@ -65,9 +75,13 @@ def ask(url: str, body: dict[str, Any], answer: Answer, on_chunk: Callable[[int]
     answer.ended_at = time.monotonic()
 
 
-def _read(lines: Iterator[str], answer: Answer, on_chunk: Callable[[int], None]) -> None:
+def _read(
+    lines: Iterator[str], answer: Answer, on_chunk: Callable[[int], None], on_sign: Callable[[str], None]
+) -> None:
     chunks = 0
     for line in lines:
+        if line.startswith(": "):
+            on_sign(line.removeprefix(": "))
         if not line.startswith("data: "):
             continue
         if line == "data: [DONE]":

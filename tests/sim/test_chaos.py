@@ -9,7 +9,19 @@ import math
 
 import pytest
 
-from meshinfer.testing.chaos import Answer, Outcome, Reading, Scenario, answer_violations, rest_violations, scenarios
+from meshinfer.testing.chaos import (
+    Answer,
+    Fault,
+    Outcome,
+    Part,
+    Reading,
+    Scenario,
+    answer_violations,
+    faults_not_made,
+    kept_violations,
+    rest_violations,
+    scenarios,
+)
 from meshinfer.testing.chaos_room import play
 
 SEEDS = 1
@@ -51,6 +63,7 @@ CHOSEN = one_of_each_kind(SCENARIOS)
 
 @pytest.mark.parametrize("scenario", CHOSEN, ids=[scenario.name for scenario in CHOSEN])
 def test_every_promise_holds(scenario: Scenario) -> None:
+    """And every fault was made: a run that missed one has failed."""
     for seed in range(SEEDS):
         outcome = play(scenario, seed)
         assert outcome.violations == (), f"{outcome.replay}\n" + "\n".join(outcome.violations)
@@ -62,6 +75,19 @@ def test_a_repair_that_its_planner_left_half_made_holds_nobody_up(deed: str, see
     name = f"kill middle, and {deed} planner between lease and commit"
     scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
     assert play(scenario, seed).answers[0].pause_seconds <= PAUSE_SECONDS
+
+
+@pytest.mark.parametrize("part", ["replacement", "bystander"])
+def test_a_run_whose_fault_hits_nobody_has_failed(part: Part) -> None:
+    """Nothing was lost that is replaced; and everybody is a stage."""
+    scenario = Scenario("nobody there", (Fault("kill", part),), nodes=3)
+    assert play(scenario, 0).violations == (f"fault not made: kill {part} (token k)",)
+
+
+def test_of_equal_faults_each_must_be_made() -> None:
+    kill, again = Fault("kill", "middle"), Fault("kill", "middle", "repair")
+    assert faults_not_made((kill, again), (again, kill)) == []
+    assert faults_not_made((kill, again, kill), (kill, again)) == ["fault not made: kill middle (token k)"]
 
 
 def test_a_seed_replays() -> None:
@@ -126,6 +152,7 @@ def reading(node: str, **more: object) -> Reading:
         {"runners": 2},
         {"tasks": 1},
         {"files": 50},
+        {"cache_bytes": 1},
         {"members": frozenset("abc")},
         {"instances": (("i", 2, "p", "ready"),)},
     ],
@@ -134,3 +161,8 @@ def test_every_trace_that_is_left_on_a_node_is_seen(wrong: dict[str, object]) ->
     before = [reading("a"), reading("b")]
     assert rest_violations(before, before) == []
     assert rest_violations(before, [reading("a"), reading("b", **wrong)]) != []
+
+
+def test_what_is_kept_for_nobody_is_seen() -> None:
+    assert kept_violations([reading("a")]) == []
+    assert kept_violations([reading("a"), reading("b", kept_bytes=7)]) == ["4: node b keeps 7 bytes for nobody"]

@@ -18,8 +18,8 @@ import pytest
 from meshinfer.testing.agent_room import AgentRoom
 from meshinfer.testing.agent_witness import NEWS_LOOKS, Witness
 from meshinfer.testing.bad_lines import FIRST_PORT, BadLines
-from meshinfer.testing.chaos import Answer, machine_scenarios, scenarios
-from meshinfer.testing.chaos_agents import can_play, phases_of
+from meshinfer.testing.chaos import Answer, Fault, machine_scenarios, scenarios
+from meshinfer.testing.chaos_agents import came_too_late, can_play, phases_of
 from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 from meshinfer.testing.neighbours import Round, summary
@@ -72,6 +72,20 @@ def test_the_longest_pause_is_told_by_what_the_agents_said_until_its_end() -> No
     name, at = phases[-1]
     assert (name, round(at, 1)) == ("token", 5.0)
     assert phases_of(story, answer, 0.0) == (), "no fault, no phases"
+
+
+def test_a_fault_comes_too_late_after_the_answer_or_after_the_repair_that_it_was_to_hit() -> None:
+    now, wall = time.monotonic(), time.time()
+    answer = Answer("first", "", 10.0, now - 9.0, ended_at=now - 1.0)
+    told = [(0.1, "request 1 goes on after 2 tokens"), (1.0, "request 1 is open again, in epoch 2")]
+    first, second = Fault("kill", "middle"), Fault("kill", "last", "repair")
+
+    def why(faulted_at: float, after: float) -> str:
+        return came_too_late(told, answer, faulted_at, {first: faulted_at, second: faulted_at + after})
+
+    assert why(wall - 5.0, after=0.9) == ""
+    assert "kill last: the session was open again" in why(wall - 5.0, after=1.1)
+    assert "the answer was there" in why(wall - 0.5, after=0.2)
 
 
 @pytest.fixture
