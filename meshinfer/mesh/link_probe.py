@@ -278,7 +278,7 @@ class LinkProber:
         self._coordinates.forget(self._wanted.keys() - members)
         topology = self._topology()
         connected = self._transport.peers()
-        own_addresses = self._transport.addresses()
+        own_addresses = self._own_card.card.addresses  # asking the system each time would be the dearest part of a look
         for peer in sorted(members & connected):
             edge = self._edges.setdefault(peer, _Edge(now))
             if self._decides(peer, edge, now):
