@@ -36,6 +36,8 @@ as on a laptop with gigabytes to offer."""
 MOST_AGENTS = 16
 """Each takes 0.5 GB and, at its start, 4 s of a core."""
 SETTLE_SECONDS = 60.0
+SPARE_SECONDS = 10.0
+"""An agent starts one two seconds after it has nothing to do, or four after it gave its last one away."""
 PLACE_SECONDS = 180.0
 LEAVE_SECONDS = 60.0
 """For agents that all end at once: each may first wait for the others to take over its seats."""
@@ -169,6 +171,15 @@ class AgentRoom(Generic[M]):
 
         wait_for("all see each other", SETTLE_SECONDS, lambda: all(settled(one) for one in self.live().values()))
         self._starting = {}
+
+    def wait_for_spares(self) -> None:
+        """Until all live agents without a seat keep a spare runner, as they do some seconds after they started.
+
+        Who has no memory for one goes without.
+        """
+        unseated = [agent for agent in self.live().values() if not get(agent, "/state")["runners"]]
+        with contextlib.suppress(RoomError):
+            wait_for("all keep a spare runner", SPARE_SECONDS, lambda: all(agent.runners() for agent in unseated))
 
     def place(self, nodes: Sequence[NodeId], model_id: ModelId = MODEL) -> None:
         """Free what is placed, then an instance with a seat on each of `nodes`, ready everywhere."""

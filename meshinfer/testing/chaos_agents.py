@@ -205,6 +205,7 @@ class _Run:
         self.seats = self.rng.sample(everyone, min(self.scenario.stages, len(everyone)))
         room.place(self.seats)
         room.wait_settled()
+        room.wait_for_spares()
         self._learn_what_to_expect()
         (instance,) = instances(next(iter(room.live().values())))
         self.epoch = instance["epoch"]
