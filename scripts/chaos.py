@@ -48,6 +48,8 @@ FAILURE_RATES = (0.0, 1e-4, 1e-3, 1e-2)
 LENGTHS = (128, 1024)
 REAL_AGENTS = 5
 """With three seats, as in the simulation, and two agents to spare. On fewer cores than agents pauses measure the cores, too."""
+TOO_FEW_AGENTS = 3
+"""Where two are lost and the model fits nowhere."""
 
 WITH_SKEWED_CLOCKS = frozenset(("kill runner of head at token k", "stop last for 2 s"))
 """Also with wrong clocks; those that are about clocks are played there alone."""
@@ -195,9 +197,15 @@ def unrelated(report: Report) -> None:
 
 
 def real(
-    report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machines: type[OneMachine], *, logs: bool
+    report: Report,
+    chosen: Iterable[Scenario],
+    seeds: Iterable[int],
+    machines: type[OneMachine],
+    agents: int,
+    *,
+    logs: bool,
 ) -> list[Row]:
-    """All of `chosen` that can be played on such machines."""
+    """All of `chosen`, on so many agents."""
     if why := machines.why_not():
         report.say(f"Skipped: {why}.")
         return []
@@ -208,13 +216,12 @@ def real(
         report.say(f"Skipped: the small model cannot be had: {error}")
         return []
     report.say(
-        f"{REAL_AGENTS} agents, {MODEL} over three of them, {psutil.cpu_count()} cores for everything, load "
+        f"{agents} agents, {MODEL} over three of them, {psutil.cpu_count()} cores for everything, load "
         f"{os.getloadavg()[0]:.1f} when it began. Clients read server-sent events over HTTP; times are those of their "
         "characters.\n"
     )
-    playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
-    with agent_room(machines, store, REAL_AGENTS) as room:
-        rows = play_all(playable, seeds, chaos_agents.AgentChaos(room).play, report)
+    with agent_room(machines, store, agents) as room:
+        rows = play_all(chosen, seeds, chaos_agents.AgentChaos(room).play, report)
         room.keeps_logs = logs or any(row.crashed or any(one.violations for one in row.outcomes) for row in rows)
         if room.keeps_logs:
             print(f"  logs: {room.machines.directory}", file=sys.stderr, flush=True)
@@ -277,24 +284,22 @@ def idle_share(room: AgentRoom[OneMachine]) -> tuple[dict[str, float], float]:
             return shares, time.monotonic() - began
 
 
-def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[str, type[OneMachine], list[Scenario]]]:
-    """(title, machines, scenarios): each scenario on the plainest machines that can play it."""
+def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[str, type[OneMachine], int, list[Scenario]]]:
+    """(title, machines, agents, scenarios): each scenario on the plainest machines that can play it."""
     left = list(chosen)
-    for title, machines in (
-        ("real small model", OneMachine),
-        ("with a cable each", CabledMachines),
-        ("with small disks", SmallDisks),
-        ("with control lines over fault proxies", BadLines),
+    for title, machines, agents in (
+        ("real small model", OneMachine, REAL_AGENTS),
+        ("too few for the model", OneMachine, TOO_FEW_AGENTS),
+        ("with a cable each", CabledMachines, REAL_AGENTS),
+        ("with small disks", SmallDisks, REAL_AGENTS),
+        ("with control lines over fault proxies", BadLines, REAL_AGENTS),
     ):
-        playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
+        playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines, agents)]
         left = [scenario for scenario in left if scenario not in playable]
-        yield title, machines, playable
+        yield title, machines, agents, playable
     with_clocks = [one for one in chosen if one.name in WITH_SKEWED_CLOCKS or one in left]
-    yield (
-        "with wrong clocks",
-        SkewedClocks,
-        [one for one in with_clocks if chaos_agents.can_play(one, SkewedClocks, REAL_AGENTS)],
-    )
+    playable = [one for one in with_clocks if chaos_agents.can_play(one, SkewedClocks, REAL_AGENTS)]
+    yield "with wrong clocks", SkewedClocks, REAL_AGENTS, playable
 
 
 def main() -> int:
@@ -346,10 +351,10 @@ def main() -> int:
             unrelated(report)
     if given.real_runs:
         seeds = (given.seed,) if one else range(given.real_runs)
-        for title, machines, playable in real_sections([s for s in everything if is_chosen(s)]):
+        for title, machines, agents, playable in real_sections([s for s in everything if is_chosen(s)]):
             if playable and given.machines in title:
                 report.say(f"\n## Real agents, {title}\n")
-                rows += real(report, playable, seeds, machines, logs=given.logs)
+                rows += real(report, playable, seeds, machines, agents, logs=given.logs)
         if not (given.only or given.no_figures or given.machines):
             real_neighbours(report, rounds=given.real_runs)
     runs = sum(len(row.outcomes) + len(row.crashed) for row in rows)
