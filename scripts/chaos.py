@@ -36,7 +36,7 @@ import psutil
 from meshinfer.base.errors import MeshinferError
 from meshinfer.models.pull import pull
 from meshinfer.models.store import ModelStore
-from meshinfer.testing import chaos_agents, chaos_room, churn, neighbours
+from meshinfer.testing import chaos_agents, chaos_room, churn, failing_stages, neighbours
 from meshinfer.testing.agent_room import MODEL, AgentRoom, agent_room
 from meshinfer.testing.agent_witness import idle_cpu
 from meshinfer.testing.bad_lines import BadLines
@@ -44,8 +44,6 @@ from meshinfer.testing.chaos import Outcome, Scenario, machine_scenarios, percen
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 
 LOG = Path("docs/log")
-FAILURE_RATES = (0.0, 1e-4, 1e-3, 1e-2)
-LENGTHS = (128, 1024)
 REAL_AGENTS = 5
 """With three seats, as in the simulation, and two agents to spare. On fewer cores than agents pauses measure the cores, too."""
 TOO_FEW_AGENTS = 3
@@ -144,26 +142,6 @@ def play_all(
         rows.append(row)
         report.say(row.cells())
     return rows
-
-
-def failure_rates(report: Report, seeds: int) -> None:
-    report.say("\n## One answer while stages fail: steps a second\n")
-    report.say(
-        "Three stages; after each step of each stage its runner dies (SIGKILL) with the given probability, and is made "
-        f"again where it was, or elsewhere if it dies again. Virtual time, exact engine; stated speeds: {chaos_room.SPEED}. "
-        f"Mean of {seeds} seeds; 'starting over' is a client that asks again from the first token; 0: not one answer came "
-        f"to its end in {churn.GIVE_UP_SECONDS:.0f} s.\n"
-    )
-    rates = " | ".join(f"{rate:g}" for rate in FAILURE_RATES)
-    report.say(f"| tokens | | {rates} |\n|---|---|{'---|' * len(FAILURE_RATES)}")
-    for tokens in LENGTHS:
-        for name, resume in (("meshinfer resumes", True), ("starting over", False)):
-            cells: list[str] = []
-            for rate in FAILURE_RATES:
-                paces = [churn.steps_per_second(rate, tokens, seed, resume=resume) for seed in range(seeds)]
-                assert all(pace.correct for pace in paces)
-                cells.append(f"{sum(pace.steps_per_second for pace in paces) / len(paces):.2f}")
-            report.say(f"| {tokens} | {name} | {' | '.join(cells)} |")
 
 
 def poisson(report: Report) -> bool:
@@ -346,8 +324,9 @@ def main() -> int:
         report.say("\n## Simulated agents, exact engine, virtual time\n")
         rows += play_all(chosen, (given.seed,) if one else range(given.sim_runs), chaos_room.play, report)
         if not (given.only or given.no_figures):
-            failure_rates(report, seeds=5)
-            fine = poisson(report)
+            report.say("\n## One answer while stages fail: steps a second\n")
+            fine = failing_stages.figure(report.say)
+            fine = poisson(report) and fine
             unrelated(report)
     if given.real_runs:
         seeds = (given.seed,) if one else range(given.real_runs)

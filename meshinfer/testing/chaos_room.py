@@ -81,7 +81,7 @@ def replays(seed: int) -> None:
     scheduler._r.seed(seed)  # noqa: SLF001
 
 
-async def _at_once(work: Callable[..., Any], *arguments: object, **_: object) -> object:
+async def at_once(work: Callable[..., Any], *arguments: object, **_: object) -> object:
     """Instead of in a thread: virtual time goes on without threads, and how far is never twice the same."""
     await trio.lowlevel.checkpoint()
     return work(*arguments)
@@ -114,7 +114,7 @@ def play(
         raise AssertionError
 
     replays(seed)
-    with separate_clocks(), mock.patch.object(trio.to_thread, "run_sync", _at_once):
+    with separate_clocks(), mock.patch.object(trio.to_thread, "run_sync", at_once):
         return trio.run(main, clock=later_clock())
 
 

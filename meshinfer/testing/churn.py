@@ -1,9 +1,9 @@
-"""What churn costs, on simulated agents: three figures that a reader can compare with others'.
+"""What churn costs, on simulated agents: two figures that a reader can compare with others'.
 
-    steps_per_second   one answer, while each stage fails with a given probability at each step; resuming against
-                       starting over, as the literature has it (Borzunov et al. 2023, table 1)
-    goodput            tokens of good answers a second, while nodes die and come back by a Poisson process
-    gaps               between the tokens of an answer on other nodes, with and without a failure beside it
+    goodput   tokens of good answers a second, while nodes die and come back by a Poisson process
+    gaps      between the tokens of an answer on other nodes, with and without a failure beside it
+
+A third, one answer while its stages fail, is `failing_stages`.
 
 Virtual time: what is measured is what the protocol waits for, and what a step, a load and a prompt are said to
 take (`chaos_room.SPEED`). What a real machine adds is in the table of real processes.
@@ -22,95 +22,15 @@ import trio.testing
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import ModelId
 from meshinfer.base.units import MIB
-from meshinfer.planning.workload import Constraints, Workload
-from meshinfer.serving.requests import Generated, Waiting
+from meshinfer.planning.workload import Constraints
 from meshinfer.testing.cards import model_card
 from meshinfer.testing.chaos_room import NODE_BYTES, SPEED, replays
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
-from meshinfer.testing.engine import Step, exact_answer
+from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.messages import Place
 
 STAGES = 3
 """As many nodes as the model needs, at `NODE_BYTES` each."""
-GIVE_UP_SECONDS = 600.0
-"""Of virtual time for one answer: a request's own deadline."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How one answer went."""
-
-    tokens: int
-    seconds: float
-    failures: int
-    """Runners that were killed meanwhile."""
-    finished: bool
-    correct: bool
-
-    @property
-    def steps_per_second(self) -> float:
-        """0 if it never came to its end."""
-        return self.tokens / self.seconds if self.finished else 0.0
-
-
-def steps_per_second(rate: float, tokens: int, seed: int, *, resume: bool) -> Pace:
-    """One answer of `tokens` tokens over three stages, each of whose runners dies with probability `rate` at each step.
-
-    Args:
-        rate: per hop and step.
-        tokens: of the answer.
-        seed: of the failures.
-        resume: as the product does it; else the client starts over with every failure that it hears of.
-    """
-    rng = random.Random(f"{rate} {tokens} {seed}")  # noqa: S311 - it replays
-    workload = Workload(context_tokens=tokens + 64, concurrency=1)
-    failures = 0
-
-    async def main() -> Pace:
-        cluster = Cluster(rng, memory_bytes=NODE_BYTES, speed=SPEED)
-        async with cluster.running(2 * STAGES):
-            origin = cluster.nodes[0]
-            request = cluster.request((1, 2), 1, workload=workload)
-            await cluster.ask(origin, request)  # placed and linked
-
-            def fail(step: Step) -> None:
-                nonlocal failures
-                if rng.random() < rate:
-                    failures += 1
-                    for runner in cluster.fabric.runners_of(step.node_id):
-                        runner.die("killed by SIGKILL")
-
-            cluster.fabric.witness = fail
-            began, got, finished = trio.current_time(), list[int](), False
-            with trio.move_on_after(GIVE_UP_SECONDS):
-                while not finished:
-                    got, finished = await _attempt(cluster, origin, tokens, workload, resume=resume)
-            seconds = trio.current_time() - began
-            cluster.fabric.witness = lambda _: None
-            expected = exact_answer((1, 2), 7, tokens)
-            return Pace(tokens, seconds, failures, finished, tuple(got) == expected[: len(got)])
-        raise AssertionError
-
-    replays(seed)
-    return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-
-
-async def _attempt(
-    cluster: Cluster, origin: SimNode, tokens: int, workload: Workload, *, resume: bool
-) -> tuple[list[int], bool]:
-    """(tokens, whether they are all); without `resume` it ends with the first failure."""
-    request = cluster.request((1, 2), tokens, deadline_seconds=GIVE_UP_SECONDS, workload=workload)
-    got: list[int] = []
-    try:
-        async with origin.serving.sessions.generate(request) as events:
-            async for event in events:
-                if isinstance(event, Generated):
-                    got.append(event.token_id)
-                elif isinstance(event, Waiting) and event.phase == "repairing" and not resume:
-                    return got, False
-    except MeshinferError:
-        return got, False
-    return got, len(got) == tokens
 
 
 @dataclass(slots=True)
