@@ -6,9 +6,9 @@ once a second. Being heard only puts a ping off, for a second at most, and never
 is on answers alone that membership judges, since the way there may be broken when the way back is not.
 
 Whose turn is almost due is pinged together with one that is due: then answers come together too, and so, half a second
-later, do the pings of the others, whose turn it is. Neighbours come into step within some seconds, and an idle node
-wakes up four times a second for all of them, however many they are (simulated; out of step seven times for four
-neighbours), for as many pings as before.
+later, do the pings of the others, whose turn it is. Neighbours come into step within some seconds, and where all are equally
+near an idle node wakes up some five times a second for all of them instead of seven for four (simulated); over a radio on which
+each message takes 2 to 30 ms, ten times instead of twelve. There are as many pings as before.
 
 Smoothing is that of RFC 6298, on which the internet's timers rest: `srtt += (rtt − srtt)/8`, and the
 mean deviation with a quarter. Pings overlap: each waits two seconds for its answer while the next

@@ -136,11 +136,16 @@ async def test_everyone_has_two_to_four_neighbours_and_keeps_them(nodes: Nodes, 
             await connect(one, other)
         transports.append(one)
 
-    def overlay() -> list[set[ID]]:
-        return [set(each._router.mesh[each._topic]) for each in transports]
+    def overlay() -> dict[ID, set[ID]]:
+        return {peer_id_of(each.node_id): set(each._router.mesh[each._topic]) for each in transports}
 
     with trio.fail_after(2 * PATIENCE_SECONDS):
-        settled: list[set[ID]] = []
-        while overlay() != settled or not all(2 <= len(neighbours) <= 4 for neighbours in settled):
+        settled: dict[ID, set[ID]] = {}
+        while overlay() != settled or not all(2 <= len(neighbours) <= 4 for neighbours in settled.values()):
             settled = overlay()
             await trio.sleep(4 * HEARTBEAT_SECONDS)
+    first, *_ = settled
+    reached, edge = {first}, {first}
+    while edge := set().union(*(settled[node] for node in edge)) - reached:
+        reached |= edge
+    assert reached == settled.keys(), "what one says comes to all"

@@ -66,7 +66,7 @@ def test_who_is_only_heard_is_pinged_all_the_same() -> None:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=20)
+@settings(max_examples=5)
 def test_neighbours_come_into_step(rng: random.Random) -> None:
     names = range(5)
     turns = {one: {n: Turns(-rng.random(), one < n) for n in names if n != one} for one in names}
