@@ -15,7 +15,7 @@ A placing that finds its instance deleted ends there, whatever it has reached: i
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -138,6 +138,9 @@ class ElectedPlanner:
             Refused: it was deleted meanwhile.
         """
         async with self._alone_for(instance.placement.model_id):
+            just = self._just_placed.get(instance.instance_id)
+            if just is not None and self._is_on_its_way(just):  # for a request, which was a moment sooner
+                return
             for old in self._ports.instances():
                 if (old.instance_id, old.epoch) == (instance.instance_id, instance.epoch) and old.state == "broken":
                     workload = Workload(old.placement.context_tokens, old.placement.concurrency)
@@ -339,15 +342,28 @@ class ElectedPlanner:
         self._just_placed = {key: just for key, just in self._just_placed.items() if just.until > now}
         if (instance := self._in_use(ask)) is not None:
             return _placed(instance)
-        seen = {instance.instance_id for instance in self._ports.instances()}
         for just in self._just_placed.values():
             placement = just.placed.placement
-            is_live = set(placement.node_ids) <= set(self._ports.topology().by_id)
-            wanted = placement.model_id == ask.model_id and answers(placement, ask)
-            is_deleted = self._seats.is_deleted(just.placed.instance_id, just.begun_epoch)
-            if wanted and is_live and not is_deleted and just.placed.instance_id not in seen:
+            is_wanted = placement.model_id == ask.model_id and answers(placement, ask)
+            if is_wanted and self._is_on_its_way(just, ask.out_of_reach):
                 return just.placed
         return None
+
+    def _is_on_its_way(self, just: _JustPlaced, avoid: Iterable[NodeId] = ()) -> bool:
+        """It can be used as soon as its nodes' cards say that it is there: as yet they show an epoch before, or nothing.
+
+        Each who waits to place it would place it once more else, and end the processes that have just begun to load.
+        """
+        placed = just.placed
+        nodes = placed.placement.node_ids
+        is_seen = any(
+            now.instance_id == placed.instance_id and now.epoch >= placed.epoch for now in self._ports.instances()
+        )
+        can_work = self._ports.topology().by_id.keys() >= set(nodes) and self._ports.doubtful().union(avoid).isdisjoint(
+            nodes
+        )
+        is_deleted = self._seats.is_deleted(placed.instance_id, just.begun_epoch)
+        return trio.current_time() < just.until and can_work and not is_seen and not is_deleted
 
     def _free_instance_id(self, ask: Place) -> tuple[InstanceId, Instance | None]:
         """The id to place under: the first replica that is not in use, with the instance of no use that it replaces."""

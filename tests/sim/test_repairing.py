@@ -9,8 +9,8 @@ import pytest
 import trio
 from whole_agents import simulate
 
-from meshinfer.base.errors import NoRoom, UnknownModel
-from meshinfer.base.ids import ModelId
+from meshinfer.base.errors import NoRoom, Refused, UnknownModel
+from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
@@ -20,7 +20,7 @@ from meshinfer.testing.cards import model_card
 from meshinfer.testing.chaos_room import NODE_BYTES
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import Step, exact_answer
-from meshinfer.wire.messages import Done, Place, SeatRef
+from meshinfer.wire.messages import Done, Lease, LeaseAnswer, Place, SeatRef
 
 MOST_EPOCHS = 6
 """Within an answer that never comes on: it outlives rests of two, four, and perhaps eight seconds."""
@@ -70,6 +70,51 @@ def test_a_runner_that_dies_again_and_again_goes_elsewhere_though_nobody_asks_fo
         await cluster.until(has_moved, 60.0)
 
     simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 5)
+
+
+def test_what_is_placed_anew_for_many_is_placed_once() -> None:
+    """Whoever waits for his turn meanwhile would end what has just begun to load, though the news of it is still on its way."""
+
+    async def scenario(cluster: Cluster) -> None:
+        members = {node.node_id: node for node in cluster.nodes}
+        planner = members[elect(cluster.model.model_id, members)[0]]
+        others = [node for node in cluster.nodes if node is not planner]
+        among = Constraints(nodes=tuple(node.node_id for node in others[:3]))
+        await planner.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, among))
+        await cluster.ask(others[0], cluster.request((1, 2), 2))
+        (before,) = others[0].instances()
+        # It takes no seat, so it hears of the new ones from others; and late.
+        planner.mesh._own_card.update(memory_usable_bytes=0)
+        really = planner.transport.expect_gossip
+        planner.transport.expect_gossip = lambda author, payload, delay: really(author, payload, delay + 0.3)  # type: ignore[method-assign]
+        holder = members[before.placement.node_ids[0]].serving.seats
+        really_lease = holder.lease
+
+        async def lease(ask: Lease, asker: NodeId) -> LeaseAnswer:
+            if ask.epoch == before.epoch + 1:
+                raise Refused("not at once")  # as where the first plan still counts on the node that is lost
+            return await really_lease(ask, asker)
+
+        holder.lease = lease  # type: ignore[method-assign]
+
+        cluster.kill(members[before.placement.node_ids[1]])
+        await cluster.until(lambda: [now.state for now in planner.instances()] == ["broken"])
+        placed: list[tuple[InstanceId, int]] = []
+
+        async def place() -> None:
+            answer = await planner.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, Constraints()))
+            placed.append((answer.instance_id, answer.epoch))
+
+        async with trio.open_nursery() as askers:
+            for _ in range(3):
+                askers.start_soon(place)
+        assert placed == [(before.instance_id, before.epoch + 2)] * 3
+        await cluster.until(lambda: [now.state for now in planner.instances()] == ["ready"])
+        (now,) = planner.instances()
+        assert now.epoch == before.epoch + 2, "nor did the planner repair it by itself"
+        assert planner.node_id not in now.placement.node_ids
+
+    simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 6)
 
 
 @pytest.mark.parametrize("seat", [0, 2])
