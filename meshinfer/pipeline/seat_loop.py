@@ -208,7 +208,7 @@ class SeatLoop:
 
     def _linked(self) -> None:
         self._stepper.sessions.count_down(time.monotonic())
-        self._tell(Linked())
+        self._tell(Linked(self._load.epoch))
 
     def _receive(self, channel: Channel, frame: Frame) -> None:
         try:
@@ -309,7 +309,7 @@ class SeatLoop:
         self._broken = str(error)
         self._progress.be_idle()  # a step that could not be passed on
         log.warning("the pipeline is broken: %s", error)
-        self._tell(ChannelLost(error.role, error.seat, error.reason[:512]))
+        self._tell(ChannelLost(self._load.epoch, error.role, error.seat, error.reason[:512]))
         self._drop_sessions(self._broken)
         for channel in self._seats.values():
             channel.end("the pipeline is broken")

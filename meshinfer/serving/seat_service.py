@@ -33,6 +33,7 @@ from meshinfer.serving.seats import (
     StaleEpoch,
     StartRunner,
     StopRunner,
+    is_of_another_epoch,
 )
 from meshinfer.serving.spares import Spares
 from meshinfer.serving.view import AHEAD, instances
@@ -420,9 +421,11 @@ class SeatService:
             return
         if isinstance(message, Loaded):
             log.info("seat %s: its layers are loaded, in %.2f s", held.key, message.seconds)
-        if isinstance(message, Linked):
+        if is_of_another_epoch(message, held.key):
+            log.debug("seat %s: %r of another epoch came late", held.key, message)
+        elif isinstance(message, Linked):
             log.info("seat %s: its channels are open", held.key)
-        if isinstance(message, ChannelLost) and 0 <= message.seat < len(held.placement.seats):
+        elif isinstance(message, ChannelLost) and 0 <= message.seat < len(held.placement.seats):
             self._ports.blame(held.placement.seats[message.seat].node_id)
         effects = self._ledger.runner_said(held.key, message, trio.current_time())
         if self._nursery is not None and effects:

@@ -397,7 +397,7 @@ class SeatLedger:
         if isinstance(message, Heartbeat) and seat.watch.is_stuck():  # a cut one, too: it is no help to a repair
             what = f"its runner has been in one step for {message.busy_seconds:.0f} s"
             return self.fail(key, what, now, at_once=True)
-        if seat.state == "cut":
+        if seat.state == "cut" or is_of_another_epoch(message, key):
             return []
         match message:
             case Listening():
@@ -415,7 +415,7 @@ class SeatLedger:
                 seat.resident_bytes = message.active_bytes
                 seat.sessions = message.sessions + message.waiting
                 seat.step_seconds = message.step_seconds
-            case ChannelLost(role, other, reason):
+            case ChannelLost(_, role, other, reason):
                 return self._cut(seat, f"the {role} channel with seat {other} broke: {reason}", now)
             case LinkSample():
                 pass  # of a link, not of the seat
@@ -447,7 +447,7 @@ class SeatLedger:
         for seat in self._seats.values():
             if seat.state == "ready" and seat.watch.is_waiting(now) and not is_late(now - self._looked_at):
                 lost = [ends for ends in _neighbours(seat) if seat.placement.seats[ends[1]].node_id in out_of_reach]
-                found += [(seat.key, ChannelLost(*ends, why)) for ends in lost[:1]]
+                found += [(seat.key, ChannelLost(seat.key.epoch, *ends, why)) for ends in lost[:1]]
         return found
 
     def fail(self, key: SeatKey, error: str, now: float, code: str = "", *, at_once: bool = False) -> list[SeatEffect]:
@@ -643,6 +643,11 @@ class SeatLedger:
             error=seat.error,
             error_code=seat.error_code,
         )
+
+
+def is_of_another_epoch(message: RunnerMessage, key: SeatKey) -> bool:
+    """A word on the channels of an epoch that this runner's seat is no more: it came too late to say anything of `key`."""
+    return isinstance(message, Linked | ChannelLost) and message.epoch != key.epoch
 
 
 def _neighbours(seat: _Seat) -> tuple[tuple[ChannelRole, int], ...]:

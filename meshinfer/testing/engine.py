@@ -386,15 +386,15 @@ class FakeRunner:
             if self._seat is seat:
                 self._break(message.role, str(error))
             return
-        if self._seat is seat:
+        if seat is not None and self._seat is seat:
             self._neighbours[message.role] = neighbour
-            self._say(Linked())
+            self._say(Linked(seat.epoch))
 
     def _be(self, seat: LoadSeat) -> None:
         self._seat, self._broken, self._steps_led = seat, False, 0
         self._neighbours.clear()
         if len(seat.placement.seats) == 1:
-            self._say(Linked())
+            self._say(Linked(seat.epoch))
 
     async def _watch(self) -> None:
         """Notice at once when a neighbour that we dialled is gone."""
@@ -409,7 +409,8 @@ class FakeRunner:
             self._broken = True
             self._neighbours.clear()
             self._drop_sessions(f"the {role} channel broke: {why}")
-            self._say(ChannelLost(role, 0, why))
+            assert self._seat is not None
+            self._say(ChannelLost(self._seat.epoch, role, 0, why))
 
     async def _beat(self) -> None:
         while not self.dead:

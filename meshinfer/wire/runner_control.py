@@ -106,6 +106,8 @@ class Loaded:
 class Linked:
     """Every channel that this seat needs is open: it can run steps."""
 
+    epoch: Epoch
+
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
@@ -141,8 +143,12 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class ChannelLost:
-    """A channel to another seat broke: this instance cannot go on."""
+    """A channel to another seat broke: this instance cannot go on.
 
+    A runner in the middle of a step says so late, perhaps when its agent has told it already to go on as the next epoch's.
+    """
+
+    epoch: Epoch
     role: ChannelRole
     seat: Annotated[int, between(-1, 255)]
     reason: Annotated[str, sized(0, 512)]

@@ -50,7 +50,7 @@ def ready(book: SeatLedger, epoch: int = 1, now: float = 0.0) -> None:
     book.lease(key(epoch), placement(), 60 * MIB, now)
     assert book.commit(ref(epoch), now)[-1] == StartRunner(key(epoch), placement())
     book.runner_said(key(epoch), Loaded(50 * MIB, 60 * MIB, 1.0), now)
-    book.runner_said(key(epoch), Linked(), now)
+    book.runner_said(key(epoch), Linked(epoch), now)
     assert book.reports()[0].state == "ready"
 
 
@@ -132,7 +132,7 @@ def test_commands_of_an_old_epoch_do_nothing_to_the_new_one() -> None:
     with pytest.raises(Refused, match=r"nothing is leased here for instance .* epoch 1"):
         book.commit(ref(1), now=2.0)
     assert book.release(ref(1)) == (0, [])
-    assert book.runner_said(key(1), ChannelLost("samples", 1, "late"), 2.0) == []
+    assert book.runner_said(key(1), ChannelLost(1, "samples", 1, "late"), 2.0) == []
     assert book.runner_said(key(1), RunnerFailed("internal", "late"), 2.0) == []
     assert book.fail(key(1), "its runner was stopped", 2.0) == []
     assert book.reports() == before
@@ -142,7 +142,7 @@ def test_a_half_made_repair_lapses_and_leaves_what_is_warm_to_the_next() -> None
     """Its planner died between the leases and the commits."""
     book = ledger()
     ready(book)
-    book.runner_said(key(1), ChannelLost("samples", 1, "node other is gone"), 1.0)
+    book.runner_said(key(1), ChannelLost(1, "samples", 1, "node other is gone"), 1.0)
     lapses = book.lease(key(2), placement(), 60 * MIB, now=2.0)
     assert [(report.epoch, report.state) for report in book.reports()] == [(1, "cut"), (2, "leased")]
     assert book.tick(2.0 + lapses) == []
@@ -233,7 +233,7 @@ def test_linked_before_loaded_is_not_ready_yet() -> None:
     book = ledger()
     book.lease(key(), placement(), 60 * MIB, now=0.0)
     book.commit(ref(), now=0.0)
-    book.runner_said(key(), Linked(), now=1.0)
+    book.runner_said(key(), Linked(1), now=1.0)
     assert book.reports()[0].state == "loading"
     book.runner_said(key(), Loaded(1, 1, 1.0), now=2.0)
     assert book.reports()[0].state == "ready"
@@ -250,7 +250,7 @@ def test_layers_stay_warm_when_the_seat_beside_is_lost_and_the_next_epoch_takes_
     book = ledger()
     ready(book)
     if how == "its channel broke":
-        effects = book.runner_said(key(), ChannelLost("activations", 1, "reset by peer"), now=1.0)
+        effects = book.runner_said(key(), ChannelLost(1, "activations", 1, "reset by peer"), now=1.0)
     else:
         live = frozenset({ME}) if how == "its node is gone" else frozenset({ME, OTHER})
         effects = book.view_changed([instance(book, "broken", error="out of memory")], live, now=1.0)
@@ -268,14 +268,14 @@ def test_layers_stay_warm_when_the_seat_beside_is_lost_and_the_next_epoch_takes_
     (report,) = book.reports()
     assert (report.epoch, report.state, report.progress) == (2, "linking", 1.0)
     assert book.promised_bytes == 60 * MIB
-    book.runner_said(key(2), Linked(), now=3.0)
+    book.runner_said(key(2), Linked(2), now=3.0)
     assert book.reports()[0].state == "ready"
 
 
 def test_warm_layers_are_given_up_after_a_while() -> None:
     book = ledger()
     ready(book)
-    book.runner_said(key(), ChannelLost("activations", 1, "reset by peer"), now=1.0)
+    book.runner_said(key(), ChannelLost(1, "activations", 1, "reset by peer"), now=1.0)
     assert book.next_wakeup() == 1.0 + WARM_SECONDS
     assert [type(effect) for effect in book.tick(1.0 + WARM_SECONDS)] == [StopRunner]
     assert book.reports() == ()
@@ -284,7 +284,7 @@ def test_warm_layers_are_given_up_after_a_while() -> None:
 def test_warm_layers_are_given_up_for_whoever_needs_their_memory() -> None:
     book = ledger()
     ready(book)
-    book.runner_said(key(), ChannelLost("activations", 1, "reset by peer"), now=1.0)
+    book.runner_said(key(), ChannelLost(1, "activations", 1, "reset by peer"), now=1.0)
     other = SeatKey(InstanceId("other"), 1, 0)
     book.lease(other, placement(512), 90 * MIB, now=2.0)
     effects = book.commit(SeatRef(other.instance_id, 1, placement(512).placement_id), now=2.0)
@@ -433,3 +433,19 @@ def test_one_that_loads_has_its_own_time_whatever_the_others_do() -> None:
     assert book.view_changed([beside("linking")], frozenset((ME, OTHER)), 20.0) == []
     assert [type(effect) for effect in book.tick(30.0)] == [StopRunner]
     assert "while loading" in book.reports()[0].error
+
+
+def test_what_a_runner_says_of_an_epoch_that_it_is_no_more_comes_too_late() -> None:
+    """In the middle of a long step it hears of a channel's end after its agent has given it to the next epoch."""
+    book = ledger()
+    ready(book)
+    book.runner_said(key(1), ChannelLost(1, "samples", 1, "the peer closed it"), now=1.0)
+    book.lease(key(2), placement(), 60 * MIB, now=1.1)
+    assert book.commit(ref(2), now=1.1) == [RebindRunner(key(1), key(2), placement())]
+    for late in (ChannelLost(1, "activations", 1, "the peer closed it"), Linked(1)):
+        assert book.runner_said(key(2), late, now=1.2) == []
+        assert book.reports()[0].state == "linking"
+    book.runner_said(key(2), Linked(2), now=1.3)
+    assert book.reports()[0].state == "ready"
+    book.runner_said(key(2), ChannelLost(2, "activations", 1, "the peer closed it"), now=1.4)
+    assert book.reports()[0].state == "cut"

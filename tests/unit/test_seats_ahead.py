@@ -68,7 +68,7 @@ def test_the_epoch_that_comes_while_it_loads_goes_on_with_the_loading() -> None:
     book.lease(key(4), placement(), 60 * MIB, 2.0, begun_epoch=4)
     assert book.commit(ref(4), 2.0) == [RebindRunner(key(), key(4), placement())]
     assert [(report.epoch, report.state, report.progress) for report in book.reports()] == [(4, "loading", 0.5)]
-    book.runner_said(key(4), Linked(), 2.5)
+    book.runner_said(key(4), Linked(4), 2.5)
     assert book.reports()[0].state == "loading"
     book.runner_said(key(4), Loaded(50 * MIB, 60 * MIB, 1.0), 3.0)
     assert book.reports()[0].state == "ready"

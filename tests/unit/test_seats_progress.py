@@ -49,7 +49,7 @@ def book() -> SeatLedger:
     ledger.lease(KEY, PLACEMENT, 50 * MIB, 0.0)
     ledger.commit(SeatRef(KEY.instance_id, 1, PLACEMENT.placement_id), 0.0)
     ledger.runner_said(KEY, Loaded(40 * MIB, 50 * MIB, 1.0), 0.0)
-    ledger.runner_said(KEY, Linked(), 0.0)
+    ledger.runner_said(KEY, Linked(1), 0.0)
     return ledger
 
 
@@ -224,7 +224,7 @@ def test_what_hangs_is_found_out_in_the_next_epoch_too_and_as_soon(book: SeatLed
     """A repair may take the warm layers of the one that is to blame: it is the same process."""
     seen = 1
     now = hang(book, beats(book, start=1.0), seen)
-    book.runner_said(KEY, ChannelLost("samples", 0, "a step was late"), now)
+    book.runner_said(KEY, ChannelLost(1, "samples", 0, "a step was late"), now)
     following = SeatKey(KEY.instance_id, 2, 0)
     book.lease(following, PLACEMENT, 50 * MIB, now)
     assert book.commit(SeatRef(KEY.instance_id, 2, PLACEMENT.placement_id), now) == [
@@ -272,7 +272,7 @@ def test_a_runner_that_waits_with_a_neighbour_out_of_reach_has_lost_its_channel(
     ledger.lease(key, placement, 50 * MIB, 0.0)
     ledger.commit(SeatRef(key.instance_id, 1, placement.placement_id), 0.0)
     ledger.runner_said(key, Loaded(40 * MIB, 50 * MIB, 1.0), 0.0)
-    ledger.runner_said(key, Linked(), 0.0)
+    ledger.runner_said(key, Linked(1), 0.0)
     gone = frozenset({NodeId(lost)})
     found: list[tuple[float, str, int]] = []
     for quarter in range(1, 40):
