@@ -15,8 +15,8 @@ committed beside it does not wait for it. An older epoch's warm layers stay unti
 Each instance counts epochs. A lease for an epoch that is not newer than what this node has seen is
 refused with the current one, so a planner that slept cannot bring back the past; a newer one takes
 the place (and the memory) of what this node held of the instance before. Where it gives this node the
-very layers that a warm runner holds, that runner goes on under the new epoch: repairing an instance
-loads only what was lost.
+very layers that a runner holds, or is loading, that runner goes on under the new epoch: repairing an instance
+loads only what was lost, and only once.
 
 Whether the runner of a loaded seat still does anything is told by `serving.runner_watch`.
 
@@ -163,12 +163,17 @@ class _Seat:
         """Its layers are in memory."""
         return self.loaded and self.runs
 
+    @property
+    def is_loading(self) -> bool:
+        """Its process is there, and told what to load."""
+        return self.state == "loading" and self.listens
+
     def holds_what(self, key: SeatKey, placement: Placement) -> bool:
         """Whether its runner could be that seat without loading anything again."""
         ours, theirs = self.placement.seats[self.key.seat_index], placement.seats[key.seat_index]
         reserved = (self.placement.context_tokens, self.placement.concurrency)
         return (
-            (self.is_warm or (self.key.epoch == AHEAD and self.state == "loading" and self.listens))
+            (self.is_warm or self.is_loading)
             and self.key.instance_id == key.instance_id
             and self.placement.model_digest == placement.model_digest
             and ours == theirs
@@ -493,8 +498,9 @@ class SeatLedger:
             gone = [node for node in seat.placement.node_ids if node not in not_lost]
             if instance.epoch > seat.key.epoch and (self._is_awaited(seat) or instance.is_half_made):
                 # The news of the lease may be quicker than the commit: a repair would load what is here already. And it
-                # may never be committed, and its repair want these layers.
-                effects += self._cut(seat, f"epoch {instance.epoch} is about to take its place", now)
+                # may never be committed, and its repair want these layers. What still loads goes on with that: it may be theirs.
+                if not seat.is_loading:
+                    effects += self._cut(seat, f"epoch {instance.epoch} is about to take its place", now)
             elif instance.epoch > seat.key.epoch:
                 effects += self._drop(seat, f"epoch {instance.epoch} took its place")
             elif instance.placement.placement_id != seat.placement.placement_id:

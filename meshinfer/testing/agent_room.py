@@ -260,7 +260,7 @@ def _dated(name: str, text: str) -> Generator[tuple[float, str]]:
 def get(agent: RunningAgent, path: str, **query: Any) -> Any:
     try:
         answer = HTTP.get(agent.url + path, params=query)
-    except httpx.RemoteProtocolError:  # the agent ended an idle connection just when it was to be used again
+    except (httpx.RemoteProtocolError, httpx.ReadError):  # an idle connection ended just when it was to be used again
         answer = HTTP.get(agent.url + path, params=query)
     answer.raise_for_status()
     return answer.json()

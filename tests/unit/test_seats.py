@@ -23,7 +23,7 @@ from meshinfer.serving.view import Instance
 from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import Deletion, SeatRef
-from meshinfer.wire.runner_control import ChannelLost, Linked, Loaded, Loading, RunnerFailed
+from meshinfer.wire.runner_control import ChannelLost, Linked, Listening, Loaded, Loading, RunnerFailed
 
 ME, OTHER = NodeId("me"), NodeId("other")
 INSTANCE = InstanceId("1f" * 8)
@@ -449,3 +449,18 @@ def test_what_a_runner_says_of_an_epoch_that_it_is_no_more_comes_too_late() -> N
     assert book.reports()[0].state == "ready"
     book.runner_said(key(2), ChannelLost(2, "activations", 1, "the peer closed it"), now=1.4)
     assert book.reports()[0].state == "cut"
+
+
+def test_the_next_epoch_goes_on_with_what_still_loads_for_the_one_before() -> None:
+    """Two planners, or one that had not heard of its first: what has begun is not begun again."""
+    book = ledger()
+    book.lease(key(1), placement(), 60 * MIB, now=0.0)
+    book.commit(ref(1), now=0.0)
+    book.runner_said(key(1), Listening(7, b"certificate"), 0.5)
+    book.runner_said(key(1), Loading(30, 60), 0.6)
+    assert book.view_changed([instance(book, "placing", epoch=2)], frozenset({ME, OTHER}), now=0.7) == []
+    assert book.lease(key(2), placement(), 60 * MIB, now=0.8) > 0
+    assert book.commit(ref(2), now=0.9) == [RebindRunner(key(1), key(2), placement())]
+    (report,) = book.reports()
+    assert (report.epoch, report.state, report.progress) == (2, "loading", 0.5)
+    assert book.promised_bytes == 60 * MIB
