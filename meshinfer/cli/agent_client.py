@@ -87,7 +87,10 @@ def error_of(body: Any, status: int) -> MeshinferError:
         (str(error.get("message", error)), str(error.get("code", ""))) if isinstance(error, dict) else (str(error), "")
     )
     if status == 401:
-        return MeshinferError("this agent wants an API key", do="pass it with --api-key or MESHINFER_API_KEY")
+        return MeshinferError(
+            "this agent wants an API key, and was given none or another one",
+            do="pass the one that it was started with by --api-key or MESHINFER_API_KEY",
+        )
     kind = ERRORS_BY_CODE.get(code, MeshinferError)
     return kind(message.rstrip("."))
 

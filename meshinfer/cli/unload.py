@@ -42,6 +42,7 @@ def unload(
         print_json(deleted)
         return
     for each in deleted:
-        err.print(f"Instance {each['instance_id']} is deleted; {format_bytes(each['freed_bytes'])} are free again.")
+        freed = format_bytes(sum(each["freed_bytes"].values()))
+        err.print(f"Instance {each['instance_id']} is deleted; {freed} are free again.")
         if each["unconfirmed"]:
             err.print("Some of its nodes did not confirm; they give it up when they hear of it.", style="yellow")

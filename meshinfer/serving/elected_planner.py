@@ -139,7 +139,9 @@ class ElectedPlanner:
         """
         async with self._alone_for(instance.placement.model_id):
             just = self._just_placed.get(instance.instance_id)
-            if just is not None and self._is_on_its_way(just):  # for a request, which was a moment sooner
+            if just is not None and self._is_on_its_way(
+                just, self._ports.out_of_reach()
+            ):  # for a request, which was a moment sooner
                 return
             for old in self._ports.instances():
                 if (old.instance_id, old.epoch) == (instance.instance_id, instance.epoch) and old.state == "broken":
@@ -352,7 +354,7 @@ class ElectedPlanner:
     def _is_on_its_way(self, just: _JustPlaced, avoid: Iterable[NodeId] = ()) -> bool:
         """It can be used as soon as its nodes' cards say that it is there: as yet they show an epoch before, or nothing.
 
-        Each who waits to place it would place it once more else, and end the processes that have just begun to load.
+        Otherwise everyone who waits for the lock would place it once more, and end the processes that have just begun to load.
         """
         placed = just.placed
         nodes = placed.placement.node_ids

@@ -15,8 +15,8 @@ committed beside it does not wait for it. An older epoch's warm layers stay unti
 Each instance counts epochs. A lease for an epoch that is not newer than what this node has seen is
 refused with the current one, so a planner that slept cannot bring back the past; a newer one takes
 the place (and the memory) of what this node held of the instance before. Where it gives this node the
-very layers that a runner holds, or is loading, that runner goes on under the new epoch: repairing an instance
-loads only what was lost, and only once.
+very layers that a warm runner holds, that runner goes on under the new epoch: repairing an instance loads only what
+was lost. One that still loads them goes on with that, if the new epoch was begun before anything of its own was lost.
 
 Whether the runner of a loaded seat still does anything is told by `serving.runner_watch`.
 
@@ -345,6 +345,8 @@ class SeatLedger:
                 del self._seats[warm.key]
                 seat.state, seat.loaded = "linking" if warm.loaded else "loading", warm.loaded
                 seat.listens, seat.progress, seat.done_bytes = True, warm.progress, warm.done_bytes
+                if not warm.loaded:  # or each epoch would give a loading that hangs its time anew
+                    seat.last_progress_at = warm.last_progress_at
                 seat.resident_bytes = warm.resident_bytes
                 seat.watch = warm.watch  # it is the same process: what speaks against it still does
                 rebound.append(RebindRunner(warm.key, seat.key, seat.placement))
@@ -356,7 +358,10 @@ class SeatLedger:
         return [*stopped, *self._make_room(), *rebound, *started]
 
     def release(self, ref: SeatRef) -> tuple[int, list[SeatEffect]]:
-        """Free what is held under `ref`; layers that an older epoch left warm stay. Returns the bytes that are free now."""
+        """Free what is held under `ref`; layers that an older epoch left warm stay, unless this one went on with them.
+
+        Returns the bytes that are free now.
+        """
         freed = 0
         effects: list[SeatEffect] = []
         for seat in self._of(ref):

@@ -201,6 +201,8 @@ class Sessions:
         failures, failing_since = 0, 0.0
         resumed = False
         avoid: frozenset[NodeId] = frozenset()
+        no_room = ""
+        """What was said last of what is missing."""
         room_until = math.inf
         watch = self._ports.watch()
         while True:
@@ -212,7 +214,9 @@ class Sessions:
                 room_until = min(room_until, now + NO_ROOM_SECONDS)
                 if not resumed or now >= room_until:
                     raise
-                log.info("request %s waits for room: %s", request.session_id, error)
+                if str(error) != no_room:
+                    no_room = str(error)
+                    log.info("request %s waits for room: %s", request.session_id, no_room)
                 events.send_nowait(Waiting("repairing", 0.0))
                 await trio.sleep(RETRY_SECONDS)
                 with trio.move_on_after(SIGN_SECONDS):
@@ -229,7 +233,8 @@ class Sessions:
                 if failures > MAX_FAILURES and trio.current_time() > failing_since + FAILING_SECONDS:
                     raise
                 written = len(token_log.emitted)
-                log.info("request %s goes on after %d tokens: %s", request.session_id, written, error)
+                # Without what it tells a client to do: nobody has to do anything.
+                log.info("request %s goes on after %d tokens: %s", request.session_id, written, error.what)
                 events.send_nowait(Waiting("repairing", 0.0))
                 await trio.sleep(RETRY_SECONDS * min(failures, MAX_FAILURES))
 
@@ -249,7 +254,9 @@ class Sessions:
         """
 
         def waiting(sign: Waiting) -> None:
-            events.send_nowait(sign)
+            # To a client whose answer has begun, planning is a part of its repair and no news.
+            is_repair = resumed and sign.phase == "planning"
+            events.send_nowait(Waiting("repairing", sign.done) if is_repair else sign)
 
         tokens = len(request.prompt_ids) + request.max_new_tokens
         instance = await self._placer.ready_instance(request.model_id, request.workload, waiting, avoid, tokens)

@@ -166,7 +166,7 @@ class _Run:
         self.placement: Placement
         """Before anything happens."""
         self._epoch: int
-        """Its."""
+        """Of that placement."""
         self._lost: int | None = None
         """The first of its seats that was hit."""
         self.origin: SimNode

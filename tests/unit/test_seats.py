@@ -464,3 +464,7 @@ def test_the_next_epoch_goes_on_with_what_still_loads_for_the_one_before() -> No
     (report,) = book.reports()
     assert (report.epoch, report.state, report.progress) == (2, "loading", 0.5)
     assert book.promised_bytes == 60 * MIB
+    stalls = book.next_wakeup()
+    book.lease(key(3), placement(), 60 * MIB, now=5.0)
+    book.commit(ref(3), now=5.0)
+    assert book.next_wakeup() == stalls, "a loading that hangs is given no new time by each epoch"

@@ -199,12 +199,12 @@ def harden_pubsub(pubsub: Pubsub, router: GossipSub) -> None:
 
 
 def _take_in_whoever_asks(router: GossipSub) -> None:
-    """Scores, back-off and flood protection keep strangers from crowding a node's neighbours in gossip. Members are none.
+    """Scores, back-off and flood protection keep strangers from crowding a node's neighbours in gossip. Members are no strangers.
 
     With scores the library asks further neighbours in at every heartbeat and sends the lowest away, the same ones at
     every node; who was sent away and asks again is refused for a minute, and then refuses for as long the one that
     did. Among eight nodes one or two had no neighbour left, for ever, and the others went on asking and sending away
-    (measured). Without, all have two to four within a second, and not one more message is sent. And all of
+    (measured). Without, all have two to four within a second, and then nobody asks in or sends away any more. And all of
     it goes by the wall clock: one that is set back an hour would refuse everybody meanwhile.
     """
 

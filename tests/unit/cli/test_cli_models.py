@@ -113,7 +113,7 @@ def test_what_a_killed_agent_left_behind_is_no_agent(tmp_path: Path, agent: Scri
 
 def test_unloading_deletes_the_instances_of_that_model_alone(agent: ScriptedAgent):
     agent.says("/instance", {"instances": [INSTANCE, {**INSTANCE, "instance_id": "other", "model_id": "large"}]})
-    agent.says("/instance/abc", {"instance_id": "abc", "freed_bytes": 2**20, "unconfirmed": []})
+    agent.says("/instance/abc", {"instance_id": "abc", "freed_bytes": {"a": 2**19, "b": 2**19}, "unconfirmed": []})
 
     result = CliRunner().invoke(app, ["unload", "tiny", "--api", agent.url])
 
