@@ -46,8 +46,6 @@ from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks,
 LOG = Path("docs/log")
 REAL_AGENTS = 5
 """With three seats, as in the simulation, and two agents to spare. On fewer cores than agents pauses measure the cores, too."""
-TOO_FEW_AGENTS = 3
-"""Where two are lost and the model fits nowhere."""
 
 WITH_SKEWED_CLOCKS = frozenset(("kill runner of head at token k", "stop last for 2 s"))
 """Also with wrong clocks; those that are about clocks are played there alone."""
@@ -175,15 +173,9 @@ def unrelated(report: Report) -> None:
 
 
 def real(
-    report: Report,
-    chosen: Iterable[Scenario],
-    seeds: Iterable[int],
-    machines: type[OneMachine],
-    agents: int,
-    *,
-    logs: bool,
+    report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machines: type[OneMachine], *, logs: bool
 ) -> list[Row]:
-    """All of `chosen`, on so many agents."""
+    """All of `chosen` that can be played on such machines."""
     if why := machines.why_not():
         report.say(f"Skipped: {why}.")
         return []
@@ -194,12 +186,13 @@ def real(
         report.say(f"Skipped: the small model cannot be had: {error}")
         return []
     report.say(
-        f"{agents} agents, {MODEL} over three of them, {psutil.cpu_count()} cores for everything, load "
+        f"{REAL_AGENTS} agents, {MODEL} over three of them, {psutil.cpu_count()} cores for everything, load "
         f"{os.getloadavg()[0]:.1f} when it began. Clients read server-sent events over HTTP; times are those of their "
         "characters.\n"
     )
-    with agent_room(machines, store, agents) as room:
-        rows = play_all(chosen, seeds, chaos_agents.AgentChaos(room).play, report)
+    playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
+    with agent_room(machines, store, REAL_AGENTS) as room:
+        rows = play_all(playable, seeds, chaos_agents.AgentChaos(room).play, report)
         room.keeps_logs = logs or any(row.crashed or any(one.violations for one in row.outcomes) for row in rows)
         if room.keeps_logs:
             print(f"  logs: {room.machines.directory}", file=sys.stderr, flush=True)
@@ -262,22 +255,24 @@ def idle_share(room: AgentRoom[OneMachine]) -> tuple[dict[str, float], float]:
             return shares, time.monotonic() - began
 
 
-def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[str, type[OneMachine], int, list[Scenario]]]:
-    """(title, machines, agents, scenarios): each scenario on the plainest machines that can play it."""
+def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[str, type[OneMachine], list[Scenario]]]:
+    """(title, machines, scenarios): each scenario on the plainest machines that can play it."""
     left = list(chosen)
-    for title, machines, agents in (
-        ("real small model", OneMachine, REAL_AGENTS),
-        ("too few for the model", OneMachine, TOO_FEW_AGENTS),
-        ("with a cable each", CabledMachines, REAL_AGENTS),
-        ("with small disks", SmallDisks, REAL_AGENTS),
-        ("with control lines over fault proxies", BadLines, REAL_AGENTS),
+    for title, machines in (
+        ("real small model", OneMachine),
+        ("with a cable each", CabledMachines),
+        ("with small disks", SmallDisks),
+        ("with control lines over fault proxies", BadLines),
     ):
-        playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines, agents)]
+        playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
         left = [scenario for scenario in left if scenario not in playable]
-        yield title, machines, agents, playable
+        yield title, machines, playable
     with_clocks = [one for one in chosen if one.name in WITH_SKEWED_CLOCKS or one in left]
-    playable = [one for one in with_clocks if chaos_agents.can_play(one, SkewedClocks, REAL_AGENTS)]
-    yield "with wrong clocks", SkewedClocks, REAL_AGENTS, playable
+    yield (
+        "with wrong clocks",
+        SkewedClocks,
+        [one for one in with_clocks if chaos_agents.can_play(one, SkewedClocks, REAL_AGENTS)],
+    )
 
 
 def main() -> int:
@@ -330,10 +325,10 @@ def main() -> int:
             unrelated(report)
     if given.real_runs:
         seeds = (given.seed,) if one else range(given.real_runs)
-        for title, machines, agents, playable in real_sections([s for s in everything if is_chosen(s)]):
+        for title, machines, playable in real_sections([s for s in everything if is_chosen(s)]):
             if playable and given.machines in title:
                 report.say(f"\n## Real agents, {title}\n")
-                rows += real(report, playable, seeds, machines, agents, logs=given.logs)
+                rows += real(report, playable, seeds, machines, logs=given.logs)
         if not (given.only or given.no_figures or given.machines):
             real_neighbours(report, rounds=given.real_runs)
     runs = sum(len(row.outcomes) + len(row.crashed) for row in rows)

@@ -174,8 +174,6 @@ def scenarios() -> tuple[Scenario, ...]:
     step = Fault("step clocks", "planner", "first token")
     found.append(Scenario("step clocks of planner, and kill last", (step, Fault("kill", "last"))))
     found.append(Scenario("kill middle, and the model fits nowhere", lost, nodes=3, ends="error"))
-    lost = (Fault("kill", "head"), Fault("kill", "middle"))
-    found.append(Scenario("kill head and middle at once, and the model fits nowhere", lost, nodes=3, ends="error"))
     return tuple(found)
 
 

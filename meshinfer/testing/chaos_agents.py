@@ -58,8 +58,6 @@ log = logging.getLogger(__name__)
 TOKENS = 24
 """Some four seconds of an answer on two cores; what comes before a fault is read again after it."""
 DEADLINE_SECONDS = 120.0
-HOLDERS = 2
-"""So many agents can hold the model between them, and one cannot."""
 REST_SECONDS = 5.0
 KEPT_SECONDS = 20.0
 """What stages keep in case a session is opened again they keep so long (`engine.keeping`; naming it there loads MLX)."""
@@ -115,7 +113,8 @@ _WITH_CABLES: frozenset[Deed] = frozenset((*_PAIRS, "cut off", "slow down"))
 def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> bool:
     """Whether its faults can be made there, and so many agents can bear them.
 
-    As long as a fault lasts, enough agents for the model must be left; or too few, where the answer is to end in an error.
+    Two agents hold the model, so as long as a fault
+    lasts, two must be left; what is said of a mesh too small for the model is the simulation's.
     """
     deeds = {fault.deed for fault in scenario.faults} - _EVERYWHERE
     if issubclass(machines, CabledMachines):
@@ -138,9 +137,7 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
         fault.moment == "placing" for fault in scenario.faults
     ):  # it takes milliseconds: nobody hits it from outside
         return False
-    if scenario.ends == "error":
-        return agents == scenario.nodes and away > agents - HOLDERS and not deeds
-    fits = away <= agents - HOLDERS and not (is_split and agents <= scenario.stages)
+    fits = away <= agents - 2 and scenario.ends != "error" and not (is_split and agents <= scenario.stages)
     return fits and not deeds
 
 
