@@ -74,8 +74,6 @@ class Turns:
     """The last ping."""
     is_ours: bool = False
     """It pinged last, so the next one is ours."""
-    count: int = 0
-    """Pings in turn."""
 
     def due(self) -> float:
         if self.unanswered:
@@ -89,7 +87,6 @@ class Turns:
 
     def pinging(self, now: float) -> None:
         self.sent, self.unanswered, self.is_ours = now, True, False
-        self.count += 1
 
     def answered(self, now: float) -> None:
         self.heard, self.unanswered = now, False
@@ -185,7 +182,7 @@ class Prober:
                 for peer, turns in self._turns.items():
                     if turns.joins(now):
                         turns.pinging(now)
-                        self._nursery.start_soon(self._ping, peer, turns.count.to_bytes(8, "big"))
+                        self._nursery.start_soon(self._ping, peer, self._sent.to_bytes(8, "big"))
                 await trio.lowlevel.checkpoint()
 
     def start(self, peer: NodeId) -> None:

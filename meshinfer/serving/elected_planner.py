@@ -138,11 +138,9 @@ class ElectedPlanner:
             Refused: it was deleted meanwhile.
         """
         async with self._alone_for(instance.placement.model_id):
-            just = self._just_placed.get(instance.instance_id)
-            if just is not None and self._is_on_its_way(
-                just, self._ports.out_of_reach()
-            ):  # for a request, which was a moment sooner
-                return
+            on_their_way = self._on_their_way(self._ports.out_of_reach())
+            if any(placed.instance_id == instance.instance_id for placed in on_their_way):
+                return  # it was placed for a request, which came a moment sooner
             for old in self._ports.instances():
                 if (old.instance_id, old.epoch) == (instance.instance_id, instance.epoch) and old.state == "broken":
                     workload = Workload(old.placement.context_tokens, old.placement.concurrency)
@@ -340,32 +338,31 @@ class ElectedPlanner:
 
     def _existing(self, ask: Place) -> Placed | None:
         """An instance that already is (or is becoming) what is asked for."""
-        now = trio.current_time()
-        self._just_placed = {key: just for key, just in self._just_placed.items() if just.until > now}
         if (instance := self._in_use(ask)) is not None:
             return _placed(instance)
-        for just in self._just_placed.values():
-            placement = just.placed.placement
-            is_wanted = placement.model_id == ask.model_id and answers(placement, ask)
-            if is_wanted and self._is_on_its_way(just, ask.out_of_reach):
-                return just.placed
+        for placed in self._on_their_way(ask.out_of_reach):
+            if placed.placement.model_id == ask.model_id and answers(placed.placement, ask):
+                return placed
         return None
 
-    def _is_on_its_way(self, just: _JustPlaced, avoid: Iterable[NodeId] = ()) -> bool:
-        """It can be used as soon as its nodes' cards say that it is there: as yet they show an epoch before, or nothing.
+    def _on_their_way(self, avoid: Iterable[NodeId]) -> list[Placed]:
+        """What was placed here a moment ago and can be used as soon as its nodes' cards say so: as yet they show an epoch
+        before, or nothing.
 
         Otherwise everyone who waits for the lock would place it once more, and end the processes that have just begun to load.
         """
-        placed = just.placed
-        nodes = placed.placement.node_ids
-        is_seen = any(
-            now.instance_id == placed.instance_id and now.epoch >= placed.epoch for now in self._ports.instances()
-        )
-        can_work = self._ports.topology().by_id.keys() >= set(nodes) and self._ports.doubtful().union(avoid).isdisjoint(
-            nodes
-        )
-        is_deleted = self._seats.is_deleted(placed.instance_id, just.begun_epoch)
-        return trio.current_time() < just.until and can_work and not is_seen and not is_deleted
+        now = trio.current_time()
+        self._just_placed = {key: just for key, just in self._just_placed.items() if just.until > now}
+        seen = {instance.instance_id: instance.epoch for instance in self._ports.instances()}
+        live = self._ports.topology().by_id.keys()
+        return [
+            just.placed
+            for key, just in self._just_placed.items()
+            if just.placed.epoch > seen.get(key, -1)
+            and live >= set(just.placed.placement.node_ids)
+            and self._ports.is_reached(just.placed.placement, avoid)
+            and not self._seats.is_deleted(key, just.begun_epoch)
+        ]
 
     def _free_instance_id(self, ask: Place) -> tuple[InstanceId, Instance | None]:
         """The id to place under: the first replica that is not in use, with the instance of no use that it replaces."""

@@ -117,4 +117,8 @@ class Ports:
 
     def is_usable(self, instance: Instance, avoid: Iterable[NodeId] = ()) -> bool:
         """Not broken, and no node of it is to be avoided or silent: what waits on a silent node is better repaired."""
-        return instance.state != "broken" and self.doubtful().union(avoid).isdisjoint(instance.placement.node_ids)
+        return instance.state != "broken" and self.is_reached(instance.placement, avoid)
+
+    def is_reached(self, placement: Placement, avoid: Iterable[NodeId] = ()) -> bool:
+        """No node of it is silent, or to be avoided."""
+        return self.doubtful().union(avoid).isdisjoint(placement.node_ids)

@@ -72,6 +72,10 @@ step clocks: its wall clock steps by an hour, ahead or back.
 Of real machines only: starve runner: the kernel kills it for want of memory; refuse memory: it gets no more of it;
 slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home. … lines: its
 control connections (not those of its runners) suffer that from a fault proxy, both ways."""
+OF_RUNNERS: frozenset[Deed] = frozenset(
+    ("kill runner", "freeze runner", "hang runner", "starve runner", "refuse memory")
+)
+"""They need one that has a seat."""
 Part = Literal["origin", "head", "middle", "last", "planner", "replacement", "holder", "bystander"]
 """head, middle, last: of the placement before anything happened. replacement: who sits in the seat that was
 lost first now, in a newer epoch. holder: any with a seat. bystander: one without a seat that is not the origin."""

@@ -36,6 +36,7 @@ from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import (
     BETWEEN,
     HOUR_SECONDS,
+    OF_RUNNERS,
     Answer,
     Deed,
     Fault,
@@ -102,9 +103,6 @@ _LINES: dict[Deed, Faults] = {
     "drop lines": Faults(drop=True),
 }
 _WITH_LINES: frozenset[Deed] = frozenset((*_LINES, "half-close lines", "reset lines"))
-_OF_RUNNERS: frozenset[Deed] = frozenset(
-    ("kill runner", "freeze runner", "hang runner", "starve runner", "refuse memory")
-)
 _PAIRS: frozenset[Deed] = frozenset(("deafen", "mute", "cut from origin", "split", *BETWEEN))
 """Cuts between pairs of agents; their clients reach all of them."""
 _WITH_CABLES: frozenset[Deed] = frozenset((*_PAIRS, "cut off", "slow down"))
@@ -328,7 +326,7 @@ class _Run:
         live = self.room.live()
         players = self._players(fault.part)
         names = [name for name, agent in live.items() if agent.node_id in players]
-        return [name for name in names if fault.deed not in _OF_RUNNERS or self._pids(name)]
+        return [name for name in names if fault.deed not in OF_RUNNERS or self._pids(name)]
 
     def _pids(self, name: str) -> list[int]:
         """Of its runners that have seats and were not hit before."""

@@ -31,8 +31,8 @@ from meshinfer.serving.requests import Finished, Generated, Waiting
 from meshinfer.testing.chaos import (
     BETWEEN,
     HOUR_SECONDS,
+    OF_RUNNERS,
     Answer,
-    Deed,
     Fault,
     Outcome,
     Part,
@@ -70,7 +70,6 @@ NODE_BYTES = 30 * MIB
 """Three layers of 8 MiB and some: the model of eight needs three nodes."""
 SPEED = FakeSpeed(start_seconds=0.5, load_seconds=0.3, step_seconds=0.01, prefill_seconds_per_token=0.002)
 """A small model on laptops, with a spare process and the weights on disk; 32 ms a token over three stages."""
-OF_RUNNERS: frozenset[Deed] = frozenset(("kill runner", "hang runner", "freeze runner"))
 
 
 def replays(seed: int) -> None:
