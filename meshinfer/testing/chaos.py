@@ -32,6 +32,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+from meshinfer.base.ids import NodeId
+from meshinfer.topology.placement import Placement, Seat
+
 HOUR_SECONDS = 3600.0
 """What wrong clocks are wrong by."""
 
@@ -77,8 +80,8 @@ OF_RUNNERS: frozenset[Deed] = frozenset(
 )
 """They need one that has a seat."""
 Part = Literal["origin", "head", "middle", "last", "planner", "replacement", "holder", "bystander"]
-"""head, middle, last: of the placement before anything happened. replacement: who sits in the seat that was
-lost first now, in a newer epoch. holder: any with a seat. bystander: one without a seat that is not the origin."""
+"""head, middle, last: of the placement before anything happened. replacement: who has the first layer of the seat that
+was lost first now, in a newer epoch. holder: any with a seat. bystander: one without a seat that is not the origin."""
 Moment = Literal["prefill", "first token", "token k", "repair", "placing"]
 """Of the first client's request. token k: any but the first and the last. repair: after the origin noticed
 an earlier fault, before the session is open again. placing: between the first lease and the last commit of the next epoch, or just after."""
@@ -294,6 +297,11 @@ def answer_violations(answer: Answer, ends: str) -> list[str]:
     if ends == "error" and answer.succeeded:
         found.append(f"3: {who} has an answer from a model that fits nowhere")
     return found
+
+
+def holder_now(lost: Seat, placement: Placement) -> NodeId:
+    """Who has the first layer of a seat that was lost: the seats of a repair may be fewer, or cut elsewhere."""
+    return next(seat.node_id for seat in placement.seats if seat.start <= lost.start < seat.end)
 
 
 def faults_not_made(wanted: Iterable[Fault], made: Iterable[Fault]) -> list[str]:

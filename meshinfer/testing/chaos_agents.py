@@ -21,13 +21,14 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 
 import httpx
 
+from meshinfer.api.placements import placement_from_json
 from meshinfer.base.ids import NodeId
 from meshinfer.serving.election import elect
 from meshinfer.testing.agent_room import CONTEXT_TOKENS, MODEL, AgentRoom, RoomError, get, instances
@@ -46,6 +47,7 @@ from meshinfer.testing.chaos import (
     Scenario,
     answer_violations,
     faults_not_made,
+    holder_now,
     kept_violations,
     rest_violations,
 )
@@ -53,6 +55,7 @@ from meshinfer.testing.fault_proxy import Faults
 from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 from meshinfer.testing.stream_client import Question, ask
+from meshinfer.topology.placement import Seat
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +181,10 @@ class _Run:
     tries_before: int
     faulted_at: float = 0.0
     """The first time, by the wall clock."""
-    lost: int | None = None
+    lost: Seat | None = None
     """The first seat that was hit."""
-    struck_at: dict[Fault, float] = field(default_factory=dict[Fault, float])
-    """All and only those that were made, by the wall clock."""
+    struck: list[tuple[Fault, float]] = field(default_factory=list[tuple[Fault, float]])
+    """All and only the faults that were made, and when by the wall clock; two of them may be equal."""
     struck_pids: set[int] = field(default_factory=set[int])
     """Of runners; their agent may take a moment to miss them."""
     late: str = ""
@@ -206,7 +209,7 @@ class _Run:
         room.wait_for_spares()
         self._learn_what_to_expect()
         (instance,) = instances(next(iter(room.live().values())))
-        self.epoch = instance["epoch"]
+        self.epoch, self.placement = instance["epoch"], placement_from_json(instance["placement"])
         self.k = self.rng.randrange(2, TOKENS // 2)  # the rest must take longer than making the fault
         self._cast()
         self._set_clocks()
@@ -229,11 +232,11 @@ class _Run:
         told = [
             (at, line.removeprefix(f"{self.origin}: ")) for at, line in story if line.startswith(f"{self.origin}: ")
         ]
-        self.late = came_too_late(told, answers[0], self.faulted_at, self.struck_at) or self.late
+        self.late = came_too_late(told, answers[0], self.faulted_at, self.struck) or self.late
         log.info("%s\n%s", phases, "\n".join(f"{at:8.3f}  {line}" for at, line in story))
         violations = [v for answer in answers for v in answer_violations(answer, self._ends(answer))] + rest
         violations += [f"a fault could not be made or undone: {why}" for why in self.failures]
-        violations += [] if self.late else faults_not_made(self.scenario.faults, self.struck_at)
+        violations += [] if self.late else faults_not_made(self.scenario.faults, [fault for fault, _ in self.struck])
         violations += [
             f"agent {name} ended by itself ({room.agents[name].process.poll()})" for name in room.ended_by_themselves()
         ]
@@ -319,7 +322,7 @@ class _Run:
                 if origin is None or self.lost is None:
                     return []
                 newer = [one["placement"] for one in instances(agents[self.origin]) if one["epoch"] > self.epoch]
-                return [NodeId(placement["seats"][self.lost]["node_id"]) for placement in newer]
+                return [holder_now(self.lost, placement_from_json(placement)) for placement in newer]
 
     def _targets(self, fault: Fault) -> list[str]:
         """Whom it can be done to now."""
@@ -395,10 +398,10 @@ class _Run:
         began = time.time()
         self.faulted_at = self.faulted_at or began
         node = self.room.agents[name].node_id
-        if self.lost is None and node in self.seats:
-            self.lost = self.seats.index(node)
+        if self.lost is None:
+            self.lost = next((seat for seat in self.placement.seats if seat.node_id == node), None)
         undo = self._make(fault.deed, name)
-        self.struck_at[fault] = began
+        self.struck.append((fault, began))
         if math.isinf(fault.seconds):
             if undo is not None and name not in self.room.killed:  # `restore` starts them all at once
                 self.to_undo.append(undo)
@@ -528,7 +531,7 @@ class _Run:
 
 
 def came_too_late(
-    told: Sequence[tuple[float, str]], answer: Answer, faulted_at: float, struck_at: Mapping[Fault, float]
+    told: Sequence[tuple[float, str]], answer: Answer, faulted_at: float, struck: Sequence[tuple[Fault, float]]
 ) -> str:
     """Which fault did, and for what; empty if none.
 
@@ -536,12 +539,12 @@ def came_too_late(
         told: by the origin, in its log, at so many seconds after the first fault.
         answer: of the first client.
         faulted_at: when the first fault was made, by the wall clock.
-        struck_at: when each was.
+        struck: each fault, and when it was made.
     """
     if faulted_at - time.time() + time.monotonic() > answer.ended_at:
         return "the answer was there before the fault: more tokens are needed"
     opened = next((at for at, line in told if PHASES["opened"] in line), math.inf)
-    for fault, at in struck_at.items():
+    for fault, at in struck:
         if fault.moment == "repair" and at - faulted_at > opened:
             return f"{fault.deed} {fault.part}: the session was open again {at - faulted_at - opened:.2f} s before"
     return ""

@@ -40,6 +40,7 @@ from meshinfer.testing.chaos import (
     Scenario,
     answer_violations,
     faults_not_made,
+    holder_now,
     rest_violations,
 )
 from meshinfer.testing.clocks import (
@@ -51,7 +52,7 @@ from meshinfer.testing.clocks import (
 )
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
-from meshinfer.topology.placement import Placement
+from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import LEASE, Place
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class _Run:
         """Before anything happens."""
         self._epoch: int
         """Of that placement."""
-        self._lost: int | None = None
+        self._lost: Seat | None = None
         """The first of its seats that was hit."""
         self.origin: SimNode
         self.answers: list[Answer] = []
@@ -267,8 +268,8 @@ class _Run:
             case "bystander":
                 return [n.node_id for n in self._live() if n.node_id not in seats and n is not self.origin]
             case "replacement":
-                newer = [i.placement.seats for i in self.origin.instances() if i.epoch > self._epoch]
-                return [seats[self._lost].node_id for seats in newer if self._lost is not None]
+                newer = [i.placement for i in self.origin.instances() if i.epoch > self._epoch]
+                return [holder_now(self._lost, placement) for placement in newer if self._lost is not None]
 
     def _may_replace(self) -> set[NodeId]:
         """Who may come to sit in a lost seat, if that is to be hit."""
@@ -398,8 +399,8 @@ class _Run:
         self.made.append(fault)
         node = self.cluster.node_of(self.rng.choice(targets))
         assert node is not None
-        if self._lost is None and node.node_id in self.placement.node_ids:
-            self._lost = self.placement.node_ids.index(node.node_id)
+        if self._lost is None:
+            self._lost = next((seat for seat in self.placement.seats if seat.node_id == node.node_id), None)
         log.info("%.3f: %s %s (%s)", shared_time(), fault.deed, fault.part, node.node_id)
         network = self.cluster.network
         everyone = [other.node_id for other in self._live() if other is not node]

@@ -22,6 +22,7 @@ from meshinfer.engine.replay_log import ReplayLog
 from meshinfer.pipeline.channel import Channel as PipelineChannel
 from meshinfer.pipeline.head import Head
 from meshinfer.pipeline.resuming import plan_return
+from meshinfer.testing import chaos_agents
 from meshinfer.wire.frames import Frame
 from meshinfer.wire.records import RUNNER_RECORDS, OpenSession, RunnerRecord, Sampling, SessionFailed
 from meshinfer.wire.steps import Kept, SessionStart, StepControl
@@ -157,6 +158,10 @@ def test_kept_sessions_lapse_and_make_room():
     assert not first.sessions.lapse(100.0 + KEPT_SECONDS - 1)
     assert first.sessions.lapse(100.0 + KEPT_SECONDS)
     assert (first.sessions.kept, first.sessions.size_bytes) == (0, 0)
+
+
+def test_chaos_on_real_agents_waits_as_long_as_sessions_are_kept():
+    assert chaos_agents.KEPT_SECONDS == KEPT_SECONDS
 
 
 def test_a_new_session_takes_the_place_of_a_kept_one():

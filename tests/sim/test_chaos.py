@@ -6,9 +6,11 @@ A failure prints the command that plays it again.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
+from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.testing.chaos import (
     Answer,
     Fault,
@@ -18,11 +20,13 @@ from meshinfer.testing.chaos import (
     Scenario,
     answer_violations,
     faults_not_made,
+    holder_now,
     kept_violations,
     rest_violations,
     scenarios,
 )
 from meshinfer.testing.chaos_room import play
+from meshinfer.topology.placement import Placement, Seat
 
 SEEDS = 1
 SCENARIOS = scenarios()
@@ -88,6 +92,17 @@ def test_of_equal_faults_each_must_be_made() -> None:
     kill, again = Fault("kill", "middle"), Fault("kill", "middle", "repair")
     assert faults_not_made((kill, again), (again, kill)) == []
     assert faults_not_made((kill, again, kill), (kill, again)) == ["fault not made: kill middle (token k)"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "now"), [((30,), "n0"), ((5, 30), "n1"), ((10, 20, 30), "n1"), ((4, 8, 12, 30), "n2")], ids=str
+)
+def test_a_lost_seat_is_replaced_by_who_has_its_first_layer_however_many_seats_there_are(
+    ends: tuple[int, ...], now: str
+) -> None:
+    seats = tuple(Seat(NodeId(f"n{index}"), start, end) for index, (start, end) in enumerate(pairwise((0, *ends))))
+    repaired = Placement(ModelId("a-model"), "digest", 30, "pipeline", "libp2p", 512, 3, seats)
+    assert holder_now(Seat(NodeId("lost"), 10, 20), repaired) == now
 
 
 def test_a_seed_replays() -> None:

@@ -81,11 +81,21 @@ def test_a_fault_comes_too_late_after_the_answer_or_after_the_repair_that_it_was
     first, second = Fault("kill", "middle"), Fault("kill", "last", "repair")
 
     def why(faulted_at: float, after: float) -> str:
-        return came_too_late(told, answer, faulted_at, {first: faulted_at, second: faulted_at + after})
+        return came_too_late(told, answer, faulted_at, [(first, faulted_at), (second, faulted_at + after)])
 
     assert why(wall - 5.0, after=0.9) == ""
     assert "kill last: the session was open again" in why(wall - 5.0, after=1.1)
     assert "the answer was there" in why(wall - 0.5, after=0.2)
+
+
+def test_of_two_equal_faults_the_one_that_came_too_late_is_seen() -> None:
+    now, wall = time.monotonic(), time.time()
+    answer = Answer("first", "", 10.0, now - 9.0, ended_at=now - 1.0)
+    told = [(1.0, "request 1 is open again, in epoch 2")]
+    again = Fault("kill runner", "replacement", "repair")
+    for struck in ([wall - 3.5, wall - 4.5], [wall - 4.5, wall - 3.5]):
+        why = came_too_late(told, answer, wall - 5.0, [(again, at) for at in struck])
+        assert why == "kill runner replacement: the session was open again 0.50 s before"
 
 
 @pytest.fixture
