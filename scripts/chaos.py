@@ -37,7 +37,7 @@ from meshinfer.base.errors import MeshinferError
 from meshinfer.models.pull import pull
 from meshinfer.models.store import ModelStore
 from meshinfer.testing import chaos_agents, chaos_room, churn, failing_stages, neighbours
-from meshinfer.testing.agent_room import MODEL, AgentRoom, agent_room
+from meshinfer.testing.agent_room import LITTLE_MEMORY_BYTES, MEMORY_BYTES, MODEL, AgentRoom, agent_room
 from meshinfer.testing.agent_witness import idle_cpu
 from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import Outcome, Scenario, machine_scenarios, percentile, scenarios
@@ -119,6 +119,31 @@ class Report:
         raise AssertionError
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What real agents play in."""
+
+    title: str
+    machines: type[OneMachine]
+    agents: int = REAL_AGENTS
+    memory_bytes: int = MEMORY_BYTES
+    """Of each."""
+
+    def can_play(self, scenario: Scenario) -> bool:
+        return chaos_agents.can_play(scenario, self.machines, self.agents)
+
+
+SETTINGS = (
+    Setting("real small model", OneMachine),
+    Setting("too few for the model", OneMachine, 3, LITTLE_MEMORY_BYTES),
+    Setting("with a cable each", CabledMachines),
+    Setting("with small disks", SmallDisks),
+    Setting("with control lines over fault proxies", BadLines),
+)
+"""The plainest first."""
+WRONG_CLOCKS = Setting("with wrong clocks", SkewedClocks)
+
+
 def play_all(
     chosen: Iterable[Scenario], seeds: Iterable[int], play: Callable[[Scenario, int], Outcome], report: Report
 ) -> list[Row]:
@@ -173,10 +198,10 @@ def unrelated(report: Report) -> None:
 
 
 def real(
-    report: Report, chosen: Iterable[Scenario], seeds: Iterable[int], machines: type[OneMachine], *, logs: bool
+    report: Report, setting: Setting, chosen: Iterable[Scenario], seeds: Iterable[int], *, logs: bool
 ) -> list[Row]:
-    """All of `chosen` that can be played on such machines."""
-    if why := machines.why_not():
+    """All of `chosen`, in one setting."""
+    if why := setting.machines.why_not():
         report.say(f"Skipped: {why}.")
         return []
     store = platformdirs.user_cache_path("meshinfer", appauthor=False) / "test-assets" / "models"
@@ -186,13 +211,12 @@ def real(
         report.say(f"Skipped: the small model cannot be had: {error}")
         return []
     report.say(
-        f"{REAL_AGENTS} agents, {MODEL} over three of them, {psutil.cpu_count()} cores for everything, load "
+        f"{setting.agents} agents, {MODEL} over three of them, {psutil.cpu_count()} cores for everything, load "
         f"{os.getloadavg()[0]:.1f} when it began. Clients read server-sent events over HTTP; times are those of their "
         "characters.\n"
     )
-    playable = [scenario for scenario in chosen if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
-    with agent_room(machines, store, REAL_AGENTS) as room:
-        rows = play_all(playable, seeds, chaos_agents.AgentChaos(room).play, report)
+    with agent_room(setting.machines, store, setting.agents, setting.memory_bytes) as room:
+        rows = play_all(chosen, seeds, chaos_agents.AgentChaos(room).play, report)
         room.keeps_logs = logs or any(row.crashed or any(one.violations for one in row.outcomes) for row in rows)
         if room.keeps_logs:
             print(f"  logs: {room.machines.directory}", file=sys.stderr, flush=True)
@@ -255,24 +279,15 @@ def idle_share(room: AgentRoom[OneMachine]) -> tuple[dict[str, float], float]:
             return shares, time.monotonic() - began
 
 
-def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[str, type[OneMachine], list[Scenario]]]:
-    """(title, machines, scenarios): each scenario on the plainest machines that can play it."""
+def real_sections(chosen: Sequence[Scenario]) -> Iterable[tuple[Setting, list[Scenario]]]:
+    """Each scenario in the plainest setting that can play it, and some with wrong clocks as well."""
     left = list(chosen)
-    for title, machines in (
-        ("real small model", OneMachine),
-        ("with a cable each", CabledMachines),
-        ("with small disks", SmallDisks),
-        ("with control lines over fault proxies", BadLines),
-    ):
-        playable = [scenario for scenario in left if chaos_agents.can_play(scenario, machines, REAL_AGENTS)]
+    for setting in SETTINGS:
+        playable = [scenario for scenario in left if setting.can_play(scenario)]
         left = [scenario for scenario in left if scenario not in playable]
-        yield title, machines, playable
+        yield setting, playable
     with_clocks = [one for one in chosen if one.name in WITH_SKEWED_CLOCKS or one in left]
-    yield (
-        "with wrong clocks",
-        SkewedClocks,
-        [one for one in with_clocks if chaos_agents.can_play(one, SkewedClocks, REAL_AGENTS)],
-    )
+    yield WRONG_CLOCKS, [one for one in with_clocks if WRONG_CLOCKS.can_play(one)]
 
 
 def main() -> int:
@@ -325,10 +340,10 @@ def main() -> int:
             unrelated(report)
     if given.real_runs:
         seeds = (given.seed,) if one else range(given.real_runs)
-        for title, machines, playable in real_sections([s for s in everything if is_chosen(s)]):
-            if playable and given.machines in title:
-                report.say(f"\n## Real agents, {title}\n")
-                rows += real(report, playable, seeds, machines, logs=given.logs)
+        for setting, playable in real_sections([s for s in everything if is_chosen(s)]):
+            if playable and given.machines in setting.title:
+                report.say(f"\n## Real agents, {setting.title}\n")
+                rows += real(report, setting, playable, seeds, logs=given.logs)
         if not (given.only or given.no_figures or given.machines):
             real_neighbours(report, rounds=given.real_runs)
     runs = sum(len(row.outcomes) + len(row.crashed) for row in rows)

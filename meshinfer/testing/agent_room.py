@@ -33,6 +33,8 @@ CONCURRENCY = 3
 MEMORY_BYTES = 640 * 1024**2
 """A seat of a third of the model takes some 300 MiB, of which 192 are the runner's own; a spare runner fits beside it,
 as on a laptop with gigabytes to offer."""
+LITTLE_MEMORY_BYTES = 400 * 1024**2
+"""Of agents of which two hold the model and one cannot: half of it takes 383 MiB, all of it 471."""
 MOST_AGENTS = 16
 """Each takes 0.5 GB and, at its start, 4 s of a core."""
 SETTLE_SECONDS = 60.0
@@ -59,8 +61,8 @@ class RoomError(Exception):
 class AgentRoom(Generic[M]):
     """The agents, by name; leaving the context ends every one."""
 
-    def __init__(self, machines: M, model_store: Path) -> None:
-        self.machines, self.model_store = machines, model_store
+    def __init__(self, machines: M, model_store: Path, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.machines, self.model_store, self.memory_bytes = machines, model_store, memory_bytes
         self.agents: dict[str, RunningAgent] = {}
         """In the order in which they first started; some may be dead."""
         self.stopped: set[str] = set()
@@ -88,7 +90,7 @@ class AgentRoom(Generic[M]):
         reserve = ("--context", str(CONTEXT_TOKENS), "--concurrency", str(CONCURRENCY))
         self.agents[name] = agent_process.start(
             home,
-            *("--name", name, "--memory", str(MEMORY_BYTES), "--verbose", *reserve, *self.machines.options(name)),
+            *("--name", name, "--memory", str(self.memory_bytes), "--verbose", *reserve, *self.machines.options(name)),
             prefix=self.machines.prefix(name),
             environment=self._environment,
             log_file=self.machines.directory / f"{name}.log",
@@ -98,8 +100,13 @@ class AgentRoom(Generic[M]):
         return self.agents[name]
 
     def restart(self) -> None:
-        """Who is gone, all at once, while other things are done; `wait_settled` waits for them."""
-        self._starting = {name: self._pool.submit(self.start, name) for name in sorted(self.gone)}
+        """Who is gone, all at once, while other things are done; `wait_settled` waits for them.
+
+        Not who is on its way already: a second process would find the first in its home.
+        """
+        on_their_way = {name for name, starting in self._starting.items() if not starting.done()}
+        for name in sorted(self.gone - on_their_way):
+            self._starting[name] = self._pool.submit(self.start, name)
 
     def end(self) -> None:
         """All at once, politely."""
@@ -234,11 +241,13 @@ class AgentRoom(Generic[M]):
 
 
 @contextmanager
-def agent_room(make_machines: Callable[[Path], M], model_store: Path, count: int) -> Generator[AgentRoom[M]]:
-    """`count` agents that see each other; nothing of them is left, unless something fails: then their logs."""
+def agent_room(
+    make_machines: Callable[[Path], M], model_store: Path, count: int, memory_bytes: int = MEMORY_BYTES
+) -> Generator[AgentRoom[M]]:
+    """`count` agents that see each other, each with so much memory to offer; nothing of them is left, unless something fails: then their logs."""
     directory = Path(tempfile.mkdtemp(prefix="meshinfer-room-"))
     with make_machines(directory) as machines:
-        room = AgentRoom(machines, model_store)
+        room = AgentRoom(machines, model_store, memory_bytes)
         try:
             for index in range(count):  # one after the other: each measures its machine
                 room.start(f"n{index}")

@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from meshinfer.testing.agent_process import RunningAgent
-from meshinfer.testing.agent_room import HTTP, MEMORY_BYTES, AgentRoom, get
+from meshinfer.testing.agent_room import HTTP, AgentRoom, get
 from meshinfer.testing.chaos import Reading
 from meshinfer.testing.machines import OneMachine
 
@@ -129,8 +129,9 @@ class Witness:
             except psutil.NoSuchProcess:
                 continue
         self.peak_bytes = max(self.peak_bytes, held)
-        if held > MEMORY_BYTES * (1 + KERNEL_SLACK):
-            self.violations.add(f"7: the runners of node {agent.node_id} take {held} bytes of {MEMORY_BYTES}")
+        offered = self.room.memory_bytes
+        if held > offered * (1 + KERNEL_SLACK):
+            self.violations.add(f"7: the runners of node {agent.node_id} take {held} bytes of {offered}")
 
 
 def idle_cpu(room: AgentRoom[OneMachine], seconds: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ The promises, numbered as in the reports:
 1. every request ends, with success or one error that has a name, within its deadline;
 2. what the client has is what the failure-free run gives: all of it after a success, a beginning of it
    after an error; so no token is lost, doubled or changed, and the answer's id never changes;
-3. success wherever the model still fits on who is left;
+3. success wherever the model still fits on who is left, and again once it does where it did not;
 4. five seconds after the last request, sessions, tasks, links and files are as before it;
 5. all live nodes see each other, and the same instances in the same epochs;
 6. no stage ran a step of an epoch that its node no longer holds;
@@ -181,6 +181,8 @@ def scenarios() -> tuple[Scenario, ...]:
     step = Fault("step clocks", "planner", "first token")
     found.append(Scenario("step clocks of planner, and kill last", (step, Fault("kill", "last"))))
     found.append(Scenario("kill middle, and the model fits nowhere", lost, nodes=3, ends="error"))
+    lost = (Fault("kill", "head"), Fault("kill", "middle"))
+    found.append(Scenario("kill head and middle at once, and the model fits nowhere", lost, nodes=3, ends="error"))
     return tuple(found)
 
 

@@ -62,6 +62,8 @@ log = logging.getLogger(__name__)
 TOKENS = 24
 """Some four seconds of an answer on two cores; what comes before a fault is read again after it."""
 DEADLINE_SECONDS = 120.0
+HOLDERS = 2
+"""So many agents can hold the model between them; of those with little memory one cannot."""
 REST_SECONDS = 5.0
 KEPT_SECONDS = 20.0
 """What stages keep in case a session is opened again they keep so long (`engine.keeping`; naming it there loads MLX)."""
@@ -114,8 +116,7 @@ _WITH_CABLES: frozenset[Deed] = frozenset((*_PAIRS, "cut off", "slow down"))
 def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> bool:
     """Whether its faults can be made there, and so many agents can bear them.
 
-    Two agents hold the model, so as long as a fault
-    lasts, two must be left; what is said of a mesh too small for the model is the simulation's.
+    As long as a fault lasts, enough agents for the model must be left; or too few, where the answer is to end in an error.
     """
     deeds = {fault.deed for fault in scenario.faults} - _EVERYWHERE
     if issubclass(machines, CabledMachines):
@@ -138,7 +139,9 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
         fault.moment == "placing" for fault in scenario.faults
     ):  # it takes milliseconds: nobody hits it from outside
         return False
-    fits = away <= agents - 2 and scenario.ends != "error" and not (is_split and agents <= scenario.stages)
+    if scenario.ends == "error":
+        return agents == scenario.nodes and away > agents - HOLDERS and not deeds
+    fits = away <= agents - HOLDERS and not (is_split and agents <= scenario.stages)
     return fits and not deeds
 
 
@@ -202,6 +205,8 @@ class _Run:
     def play(self) -> Outcome:
         room = self.room
         self.rng = random.Random(f"{self.scenario.name} {self.seed}")  # noqa: S311 - it replays
+        if len(room.settled()) < self.scenario.stages:
+            room.wait_settled()
         everyone = [agent.node_id for agent in room.settled().values()]
         self.seats = self.rng.sample(everyone, min(self.scenario.stages, len(everyone)))
         room.place(self.seats)
@@ -235,6 +240,7 @@ class _Run:
         self.late = came_too_late(told, answers[0], self.faulted_at, self.struck) or self.late
         log.info("%s\n%s", phases, "\n".join(f"{at:8.3f}  {line}" for at, line in story))
         violations = [v for answer in answers for v in answer_violations(answer, self._ends(answer))] + rest
+        violations += self._serves_again() if self.scenario.ends == "error" else []
         violations += [f"a fault could not be made or undone: {why}" for why in self.failures]
         violations += [] if self.late else faults_not_made(self.scenario.faults, [fault for fault, _ in self.struck])
         violations += [
@@ -516,6 +522,14 @@ class _Run:
         settled = time.monotonic() - began
         # That origins died is no reason to forget their sessions at once: stages keep them until they lapse.
         return settled, found + self._until_none(kept_violations, KEPT_SECONDS + REPORT_SECONDS)
+
+    def _serves_again(self) -> list[str]:
+        """Once the lost are back: what is not as promised of an answer from who told its client that there is no room."""
+        self.restore()
+        self.room.wait_settled()
+        answer = Answer("again", self.expected["first"], DEADLINE_SECONDS, 0.0)
+        ask(self.room.agents[self.origin].url, QUESTIONS["first"].body(MODEL), answer)
+        return answer_violations(answer, "success")
 
     def _until_none(self, violations: Callable[[Sequence[Reading]], list[str]], seconds: float) -> list[str]:
         """What is left of them after so long."""

@@ -211,6 +211,7 @@ class _Run:
                 nursery.start_soon(self._prelude)
             await sleep_until_shared(self.over_at)
             settled, rest = await self._come_to_rest(before)
+            rest += await self._serves_again() if self.scenario.ends == "error" else []
             watching.cancel_scope.cancel()
         violations = [v for answer in self.answers for v in answer_violations(answer, self._ends(answer))] + rest
         violations += faults_not_made(self.scenario.faults, self.made)
@@ -477,10 +478,7 @@ class _Run:
     async def _come_to_rest(self, before: Sequence[Reading]) -> tuple[float, list[str]]:
         """(seconds until all is as before, what is not in time)."""
         start = shared_time()
-        live = frozenset(node.node_id for node in self._live())
-        with trio.move_on_after(MEET_SECONDS):
-            while any(node.sees() != live for node in self._live()):  # noqa: ASYNC110 - virtual time is free
-                await trio.sleep(0.05)
+        await self._meet()
         found: list[str] = []
         with trio.move_on_after(REST_SECONDS):
             while True:
@@ -489,6 +487,24 @@ class _Run:
                     break
                 await trio.sleep(0.05)
         return shared_time() - start, found
+
+    async def _serves_again(self) -> list[str]:
+        """Once the lost are back: what is not as promised of an answer from who told its client that there is no room."""
+        for node in [node for node in self.cluster.nodes if node.node_id in self.dead]:
+            await self.cluster.restart(node)
+        self.dead.clear()
+        await self._meet()
+        prompt = tuple(range(PROMPT_TOKENS))
+        answer = Answer("again", exact_answer(prompt, self.seed, TOKENS), DEADLINE_SECONDS, shared_time())
+        await self._ask(answer, self.origin, prompt, self.seed)
+        return answer_violations(answer, "success")
+
+    async def _meet(self) -> None:
+        """Until all live nodes see each other, or they had time enough."""
+        live = frozenset(node.node_id for node in self._live())
+        with trio.move_on_after(MEET_SECONDS):
+            while any(node.sees() != live for node in self._live()):  # noqa: ASYNC110 - virtual time is free
+                await trio.sleep(0.05)
 
 
 def _held(node: SimNode) -> frozenset[tuple[InstanceId, int, int]]:

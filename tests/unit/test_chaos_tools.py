@@ -297,6 +297,13 @@ def test_what_three_agents_cannot_show_is_left_to_the_simulation(name: str) -> N
     assert not any(can_play(scenario, kind, 3) for kind in (OneMachine, CabledMachines, SmallDisks, SkewedClocks))
 
 
+def test_where_the_model_fits_nowhere_is_shown_by_as_many_agents_as_are_too_few() -> None:
+    name = "kill head and middle at once, and the model fits nowhere"
+    scenario = next(scenario for scenario in scenarios() if scenario.name == name)
+    assert can_play(scenario, OneMachine, 3)
+    assert not can_play(scenario, OneMachine, 5), "three are left"
+
+
 def test_wrong_clocks_are_only_played_where_clocks_can_be_wrong() -> None:
     about_clocks = [scenario for scenario in scenarios() if "clocks" in scenario.name]
     assert len(about_clocks) == 6
