@@ -569,7 +569,7 @@ def _find_paths(edge: _Edge) -> None:
 
 def _is_idle(card: NodeCard) -> bool:
     """No runner of the node works: nothing of what it sends or computes would be disturbed, or disturb."""
-    return all(seat.sessions == 0 and seat.state not in {"loading", "linking"} for seat in card.seats)
+    return all(seat.sessions == 0 and seat.state != "linking" and not seat.loads for seat in card.seats)
 
 
 def _steady(said: float, value: float) -> float:

@@ -30,7 +30,7 @@ from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import Place
 
 WARM_STATES = frozenset({"cut", "linking", "ready"})
-"""Of a seat whose layers are in memory."""
+"""Of a seat whose layers are in memory; a cut one may have to read the last of them."""
 Candidates = tuple[Sequence[Plan], Sequence[Refusal]]
 
 
@@ -92,12 +92,12 @@ class CandidateSource:
         reports: Sequence[SeatReport | None],
         among: Topology,
     ) -> Sequence[Plan]:
-        """Placements that leave the layers where they are in memory."""
+        """Placements that leave the layers where they are in memory, or almost."""
         here = among.by_id.keys() & self._ports.staying()
         lost = [
             index
             for index, (seat, report) in enumerate(zip(placement.seats, reports, strict=True))
-            if seat.node_id not in here or not _is_warm(seat, report, instance_id, among)
+            if seat.node_id not in here or not _is_held(seat, report, instance_id, among)
         ]
         chunk = self._ports.settings.prefill_chunk_tokens
         return repairs(placement, lost, among, card, prefill_chunk_tokens=chunk)
@@ -151,14 +151,23 @@ class CandidateSource:
         return preview
 
 
-def _is_warm(seat: Seat, report: SeatReport | None, instance_id: InstanceId, among: Topology) -> bool:
-    """Its node has these layers in memory: of this epoch, or of an older one if this one was left half made."""
+def _is_held(seat: Seat, report: SeatReport | None, instance_id: InstanceId, among: Topology) -> bool:
+    """Its node has these layers in memory, or reads them: of this epoch, or of an older one if this one was left half made.
+
+    One that has yet to fetch the files has nothing that another node would not have sooner.
+    """
     if report is not None and report.state == "failed":
         return False
     card = among.by_id[seat.node_id]
-    held = {placement.placement_id: placement for placement in card.placements}
-    warm = [each for each in card.seats if each.instance_id == instance_id and each.state in WARM_STATES]
-    return any(seat in held[each.placement_id].seats for each in warm if each.placement_id in held)
+    placements = {placement.placement_id: placement for placement in card.placements}
+    files = {(model.model_id, model.digest) for model in card.models}
+    for each in card.seats:
+        placement = placements.get(each.placement_id)
+        if each.instance_id != instance_id or placement is None or seat not in placement.seats:
+            continue
+        if each.state in WARM_STATES or (each.loads and (placement.model_id, placement.model_digest) in files):
+            return True
+    return False
 
 
 def loaded_ahead(instance_id: InstanceId, among: Topology) -> Iterator[Placement]:

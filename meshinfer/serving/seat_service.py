@@ -395,8 +395,8 @@ class SeatService:
 
     def _may_start_spare(self) -> bool:
         """There is memory for a runner beyond what is promised, and nothing loads or is about to that it would slow down."""
-        states = {report.state for report in self._ledger.reports()}
-        return self._ports.settings.spare_runner and self._has_room_for_runner() and states <= {"ready", "cut"}
+        is_calm = all(report.state in {"ready", "cut"} and not report.loads for report in self._ledger.reports())
+        return self._ports.settings.spare_runner and self._has_room_for_runner() and is_calm
 
     def _may_keep_spare(self) -> bool:
         """There is memory for it, or a leased seat is about to take it: what that promises has a runner's in it.

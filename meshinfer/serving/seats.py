@@ -8,15 +8,15 @@ committed beside it does not wait for it. An older epoch's warm layers stay unti
     (asked) ── lease ──▶ leased ── commit ──▶ loading ── runner loaded ──▶ linking ── channels open ──▶ ready
                            │ lapse, release      │ runner failed or gone     ▲                             │
                            ▼                     ▼                           │ commit of the next epoch    │ seat beside
-                         (gone) ◀─ linger ─── failed                         └──────────── cut ◀───────────┘ it lost
+                         (gone) ◀─ linger ─── failed                         └──────────── cut ◀───────────┘ it lost,
                            ▲                                                                │
                            └──────────────────────── grace over ────────────────────────────┘
 
 Each instance counts epochs. A lease for an epoch that is not newer than what this node has seen is
 refused with the current one, so a planner that slept cannot bring back the past; a newer one takes
 the place (and the memory) of what this node held of the instance before. Where it gives this node the
-very layers that a warm runner holds, that runner goes on under the new epoch: repairing an instance loads only what
-was lost. One that still loads them goes on with that, if the new epoch was begun before anything of its own was lost.
+very layers that a runner holds, that runner goes on under the new epoch: repairing an instance loads only what
+was lost. One that still loads them is cut like one that has them, and goes on loading: meanwhile, and as the next epoch's.
 
 Whether the runner of a loaded seat still does anything is told by `serving.runner_watch`.
 
@@ -136,7 +136,7 @@ class _Seat:
     error: str = ""
     error_code: str = ""
     warm_bytes: int = 0
-    """cut: what its runner still holds, until somebody needs it."""
+    """cut: what its runner still holds, or is about to, until somebody needs it."""
     others_load: bool = False
     """Some seat beside it is not loaded yet."""
     alone_since: float | None = None
@@ -156,7 +156,8 @@ class _Seat:
     @property
     def makes_progress(self) -> bool:
         """It does, or there is something wrong with it. One that is loaded waits for all others, whose own clocks run."""
-        return self.state == "loading" or (self.state == "linking" and not self.others_load)
+        loads = self.runs and not self.loaded
+        return loads or (self.state == "linking" and not self.others_load)
 
     @property
     def is_warm(self) -> bool:
@@ -165,8 +166,8 @@ class _Seat:
 
     @property
     def is_loading(self) -> bool:
-        """Its process is there, and told what to load."""
-        return self.state == "loading" and self.listens
+        """Its process is there, and reads what it was told to."""
+        return self.runs and self.listens and not self.loaded
 
     def holds_what(self, key: SeatKey, placement: Placement) -> bool:
         """Whether its runner could be that seat without loading anything again."""
@@ -407,7 +408,8 @@ class SeatLedger:
         if isinstance(message, Heartbeat) and seat.watch.is_stuck():  # a cut one, too: it is no help to a repair
             what = f"its runner has been in one step for {message.busy_seconds:.0f} s"
             return self.fail(key, what, now, at_once=True)
-        if seat.state == "cut" or is_of_another_epoch(message, key):
+        is_of_use = seat.state != "cut" or isinstance(message, Loading | Loaded | RunnerFailed)
+        if not is_of_use or is_of_another_epoch(message, key):
             return []
         match message:
             case Listening():
@@ -432,7 +434,7 @@ class SeatLedger:
             case RunnerFailed():
                 what = f"{message.what}{f'; expected {message.expected}' if message.expected else ''}"
                 return self.fail(key, f"{what}. {message.do}" if message.do else what, now, message.code)
-        if seat.loaded:
+        if seat.loaded and seat.state != "cut":
             seat.state = "ready" if seat.linked else "linking"
         return []
 
@@ -503,9 +505,8 @@ class SeatLedger:
             gone = [node for node in seat.placement.node_ids if node not in not_lost]
             if instance.epoch > seat.key.epoch and (self._is_awaited(seat) or instance.is_half_made):
                 # The news of the lease may be quicker than the commit: a repair would load what is here already. And it
-                # may never be committed, and its repair want these layers. What still loads goes on with that: it may be theirs.
-                if not seat.is_loading:
-                    effects += self._cut(seat, f"epoch {instance.epoch} is about to take its place", now)
+                # may never be committed, and its repair want these layers.
+                effects += self._cut(seat, f"epoch {instance.epoch} is about to take its place", now)
             elif instance.epoch > seat.key.epoch:
                 effects += self._drop(seat, f"epoch {instance.epoch} took its place")
             elif instance.placement.placement_id != seat.placement.placement_id:
@@ -608,10 +609,13 @@ class SeatLedger:
         return effects
 
     def _cut(self, seat: _Seat, why: str, now: float) -> list[SeatEffect]:
-        """The instance cannot go on, but this seat's layers may, in the next epoch: keep them warm for a while."""
+        """The instance cannot go on, but this seat's layers may, in the next epoch: keep them warm for a while.
+
+        If they are still being read, that goes on, with the same deadline for the next progress.
+        """
         if seat.state == "cut":
             return []
-        if not seat.is_warm:
+        if not (seat.is_warm or seat.is_loading):
             return self._drop(seat, why)
         if self._is_overdue(seat, now):  # it is to blame, and no help to a repair
             return self.fail(seat.key, f"its runner was overdue when this was lost: {why}", now, at_once=True)

@@ -27,8 +27,8 @@ SLOWDOWN_STEP = 0.25
 
 SeatState = Literal["leased", "loading", "linking", "ready", "cut", "failed"]
 """leased: memory promised. loading: a runner reads its layers. linking: loaded, its channels are being
-opened. ready: it can run steps. cut: it lost the seat beside it, its layers stay warm for a while for the next
-epoch. failed: it cannot go on, `error` says why; it is about to be forgotten."""
+opened. ready: it can run steps. cut: it lost the seat beside it, its layers stay warm, or go on loading, for a while
+for the next epoch. failed: it cannot go on, `error` says why; it is about to be forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,11 @@ class SeatReport:
     error: Annotated[str, sized(0, 512)] = ""
     error_code: Annotated[str, sized(0, 32)] = ""
     """failed: the error's class, for those that trying again does not mend (`corrupt_model`)."""
+
+    @property
+    def loads(self) -> bool:
+        """Its layers are not in memory yet, and on their way."""
+        return self.state == "loading" or (self.state == "cut" and self.progress < 1)
 
     @property
     def substance(self) -> SeatReport:

@@ -19,7 +19,7 @@ from meshinfer.serving.view import Instance
 from meshinfer.testing.cards import model_card
 from meshinfer.testing.chaos_room import NODE_BYTES
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
-from meshinfer.testing.engine import Step, exact_answer
+from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
 from meshinfer.wire.messages import Done, Lease, LeaseAnswer, Place, SeatRef
 
 MOST_EPOCHS = 6
@@ -250,3 +250,27 @@ def test_a_spare_process_waits_for_the_seat_whose_runner_failed_also_while_that_
             assert cluster.fabric.runners_of(middle) == [spare]
 
     simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 3)
+
+
+@pytest.mark.parametrize("lost", ["node", "runner"])
+def test_what_loads_when_the_seat_beside_is_lost_is_loaded_once(lost: str) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        members = {node.node_id: node for node in cluster.nodes}
+        planner = members[elect(cluster.model.model_id, members)[0]]
+        others = [node for node in cluster.nodes if node is not planner]
+        among = Constraints(nodes=tuple(node.node_id for node in others[:3]))
+        placed = await planner.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, among))
+        await cluster.until(lambda: [now.progress > 0.3 for now in planner.instances()] == [True])
+        first, middle, last = placed.placement.node_ids
+        seated = [runner for node in (first, last) for runner in cluster.fabric.runners_of(node)]
+        if lost == "node":
+            cluster.kill(members[middle])
+        else:
+            cluster.fabric.runners_of(middle)[0].die("killed by SIGKILL")
+        await cluster.until(lambda: [(now.epoch, now.state) for now in planner.instances()] == [(2, "ready")])
+        after = planner.instances()[0].placement.node_ids
+        assert (after[0], after[2]) == (first, last)
+        assert [runner for node in (first, last) for runner in cluster.fabric.runners_of(node)] == seated
+
+    cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=FakeSpeed(load_seconds=5.0))
+    simulate(cluster, scenario, 6)

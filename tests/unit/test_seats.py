@@ -468,3 +468,83 @@ def test_the_next_epoch_goes_on_with_what_still_loads_for_the_one_before() -> No
     book.lease(key(3), placement(), 60 * MIB, now=5.0)
     book.commit(ref(3), now=5.0)
     assert book.next_wakeup() == stalls, "a loading that hangs is given no new time by each epoch"
+
+
+def loading(book: SeatLedger) -> None:
+    """From 0 on; half of it is read at 0.6."""
+    book.lease(key(1), placement(), 60 * MIB, now=0.0)
+    book.commit(ref(1), now=0.0)
+    book.runner_said(key(1), Listening(7, b"certificate"), 0.5)
+    book.runner_said(key(1), Loading(30, 60), 0.6)
+
+
+def lose_the_other(book: SeatLedger, now: float) -> None:
+    assert book.view_changed([instance(book, "broken")], frozenset({ME}), now) == []
+    assert [report.state for report in book.reports()] == ["cut"]
+
+
+@pytest.mark.parametrize("is_through", [False, True])
+def test_what_still_loads_when_the_seat_beside_is_lost_goes_on_loading_and_the_next_epoch_takes_it_up(
+    is_through: bool,
+) -> None:
+    book = ledger()
+    loading(book)
+    lose_the_other(book, now=1.0)
+    assert (book.reports()[0].loads, book.promised_bytes) == (True, 0)
+    if is_through:
+        book.runner_said(key(1), Loaded(50 * MIB, 60 * MIB, 1.0), 1.5)
+        book.runner_said(key(1), Linked(1), 1.6)  # with those that are left
+        assert (book.reports()[0].state, book.reports()[0].loads) == ("cut", False)
+    else:
+        book.runner_said(key(1), Loading(45, 60), 1.5)
+        assert book.reports()[0].progress == 0.75
+    book.lease(key(2), placement(), 60 * MIB, now=2.0)
+    assert book.commit(ref(2), now=2.0) == [RebindRunner(key(1), key(2), placement())]
+    assert (book.reports()[0].state, book.promised_bytes) == ("linking" if is_through else "loading", 60 * MIB)
+    book.runner_said(key(2), Loaded(50 * MIB, 60 * MIB, 1.0), 3.0)
+    assert book.reports()[0].state == "linking"
+    book.runner_said(key(2), Linked(2), 3.0)
+    assert book.reports()[0].state == "ready"
+
+
+def test_one_that_loads_for_an_epoch_that_is_lost_and_comes_no_further_is_given_up() -> None:
+    book = ledger()
+    loading(book)
+    lose_the_other(book, now=15.0)
+    assert book.next_wakeup() == 30.6, "before the end of the time that it would be kept for"
+    assert [type(effect) for effect in book.tick(30.6)] == [StopRunner]
+    assert (book.reports()[0].state, book.reports()[0].error) == ("failed", "no progress for 30 s while cut")
+
+
+def test_what_its_runner_says_of_a_loading_that_fails_is_heard_though_the_seat_beside_is_lost() -> None:
+    book = ledger()
+    loading(book)
+    lose_the_other(book, now=1.0)
+    effects = book.runner_said(key(1), RunnerFailed("corrupt_model", "file x is cut short"), 2.0)
+    assert [type(effect) for effect in effects] == [StopRunner]
+    assert (book.reports()[0].state, book.reports()[0].error_code) == ("failed", "corrupt_model")
+
+
+def test_one_that_still_loads_is_given_up_for_whoever_needs_its_memory_and_after_a_while() -> None:
+    for needs_memory in (True, False):
+        book = ledger()
+        loading(book)
+        lose_the_other(book, now=1.0)
+        if needs_memory:
+            other = SeatKey(InstanceId("other"), 1, 0)
+            book.lease(other, placement(512), 90 * MIB, now=2.0)
+            effects = book.commit(SeatRef(other.instance_id, 1, placement(512).placement_id), now=2.0)
+            assert effects == [StopRunner(key(), "its memory is needed"), StartRunner(other, placement(512))]
+        else:
+            assert book.next_wakeup() == 1.0 + WARM_SECONDS
+            assert [type(effect) for effect in book.tick(1.0 + WARM_SECONDS)] == [StopRunner]
+            assert book.reports() == ()
+
+
+def test_one_whose_process_is_not_there_yet_has_nothing_to_keep() -> None:
+    book = ledger()
+    book.lease(key(1), placement(), 60 * MIB, now=0.0)
+    book.commit(ref(1), now=0.0)
+    effects = book.view_changed([instance(book, "broken")], frozenset({ME}), 1.0)
+    assert [type(effect) for effect in effects] == [StopRunner]
+    assert book.reports() == ()
