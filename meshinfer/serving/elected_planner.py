@@ -161,7 +161,7 @@ class ElectedPlanner:
             plans = repairs(instance.placement, theirs, others, info.card, prefill_chunk_tokens=chunk)
             return [*plans, *self._candidates.preview(others, info.card, workload, Constraints()).plans], []
 
-        return await self._make(instance.instance_id, instance.epoch + 1, candidates, going_on=instance)
+        return await self._make(instance.instance_id, instance.epoch + 1, candidates, is_repair=True, going_on=instance)
 
     async def delete(self, instance: Instance) -> tuple[dict[NodeId, int], tuple[NodeId, ...]]:
         """Free it on every node: bytes freed by each that held some, and which of its nodes did not confirm.
@@ -193,22 +193,27 @@ class ElectedPlanner:
 
     async def _plan_and_make(self, ask: Place, instance_id: InstanceId, epoch: int, old: Instance | None) -> Placed:
         info = await self._ports.model_cards.get(ask.model_id)
-        return await self._make(
-            instance_id, epoch, lambda silent: self._candidates.best_first(ask, info.card, instance_id, old, silent)
-        )
+
+        def candidates(silent: frozenset[NodeId]) -> Candidates:
+            return self._candidates.best_first(ask, info.card, instance_id, old, silent)
+
+        return await self._make(instance_id, epoch, candidates, is_repair=old is not None)
 
     async def _make(
         self,
         instance_id: InstanceId,
         epoch: int,
         candidates: Callable[[frozenset[NodeId]], Candidates],
+        *,
+        is_repair: bool,
         going_on: Instance | None = None,
     ) -> Placed:
         """Lease and commit the first candidate that all its nodes agree to.
 
         A node that does not answer is no node to plan with, though it may still be in the view: everything is planned
         again without it. To go on with the next candidate instead would cost the seats that are warm: it may place
-        other layers on the nodes that live. While `going_on` serves, what is new is loaded ahead, beside it.
+        other layers on the nodes that live. While `going_on` serves, what is new is loaded ahead, beside it. What a
+        repair has loaded, or taken over, when it fails is left to the next one; anybody else's is freed.
 
         Raises:
             NoRoom: there is no candidate, or none could be leased; with the first reason, which is the best candidate's.
@@ -232,7 +237,7 @@ class ElectedPlanner:
                 if going_on:
                     tried = await self._load_ahead(going_on, epoch, candidate, begun_epoch)
                 if not tried.why:
-                    tried = await self._try(instance_id, epoch, candidate, begun_epoch)
+                    tried = await self._try(instance_id, epoch, candidate, begun_epoch, is_repair)
                 if tried.why == "":
                     placed = Placed(instance_id, tried.epoch, candidate.placement, tuple(refusals[:64]))
                     self._remember(placed, begun_epoch)
@@ -298,7 +303,9 @@ class ElectedPlanner:
                 )
             await watch.changed()
 
-    async def _try(self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int) -> Tried:
+    async def _try(
+        self, instance_id: InstanceId, epoch: int, candidate: Plan, begun_epoch: int, is_repair: bool
+    ) -> Tried:
         """Lease and commit every seat of it, or none."""
         placement = candidate.placement
         tried = Tried("", epoch)
@@ -306,13 +313,18 @@ class ElectedPlanner:
             newest, tried = await self._calls.lease_all(instance_id, epoch, candidate, begun_epoch)
             if not tried.why:
                 tried = await self._calls.commit_all(Placed(instance_id, epoch, placement))
-            if not tried.why and not self._seats.is_deleted(instance_id, begun_epoch):
+            is_void = self._seats.is_deleted(instance_id, begun_epoch)
+            if not tried.why and not is_void:
                 where = ", ".join(self._ports.called(node) for node in placement.node_ids)
                 log.info("instance %s epoch %d is placed on %s", instance_id, epoch, where)
                 return tried
-            ref = SeatRef(instance_id, epoch, placement.placement_id, "its placing failed")
+            keeps = is_repair and not is_void and tried.deletion is None
+            ref = SeatRef(instance_id, epoch, placement.placement_id, "its placing failed", keeps)
             # Where that is not heard, the lease lapses by itself.
             await self._calls.tell_all(set(placement.node_ids) - tried.unheard, RELEASE, ref)
+            if keeps and self._seats.is_deleted(instance_id, begun_epoch):  # meanwhile
+                free = replace(ref, keeps_layers=False)
+                await self._calls.tell_all(set(placement.node_ids) - tried.unheard, RELEASE, free)
             what = f"instance {instance_id} was deleted while it was being placed"
             if self._seats.is_deleted(instance_id, begun_epoch):
                 raise Refused(what, do="ask again")

@@ -198,8 +198,8 @@ class SeatService:
         return Done()
 
     async def release(self, ref: SeatRef) -> Done:
-        """Free what is held; the memory is free when this returns."""
-        freed, effects = self._ledger.release(ref)
+        """Free what is held; the memory is free when this returns, but for what layers keep that wait for a repair."""
+        freed, effects = self._ledger.release(ref, trio.current_time())
         await self._perform(effects)
         return Done(freed)
 

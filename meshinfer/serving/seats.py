@@ -358,16 +358,17 @@ class SeatLedger:
         ]
         return [*stopped, *self._make_room(), *rebound, *started]
 
-    def release(self, ref: SeatRef) -> tuple[int, list[SeatEffect]]:
+    def release(self, ref: SeatRef, now: float) -> tuple[int, list[SeatEffect]]:
         """Free what is held under `ref`; layers that an older epoch left warm stay, unless this one went on with them.
 
-        Returns the bytes that are free now.
+        Returns the bytes that can be promised again.
         """
         freed = 0
         effects: list[SeatEffect] = []
+        why = ref.reason or "released"
         for seat in self._of(ref):
             freed += seat.promised_bytes + seat.warm_bytes
-            effects += self._drop(seat, ref.reason or "released")
+            effects += self._cut(seat, why, now) if ref.keeps_layers else self._drop(seat, why)
         self._remember_epoch(ref.instance_id, ref.epoch)
         return freed, effects
 

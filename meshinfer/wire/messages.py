@@ -171,6 +171,8 @@ class SeatRef:
     epoch: Epoch
     placement_id: WirePlacementId
     reason: Annotated[str, sized(0, 256)] = ""
+    keeps_layers: bool = False
+    """release: it was a repair's, so layers that are in memory, or on their way, wait for the next one for a while."""
 
 
 DELETE = "delete/1"

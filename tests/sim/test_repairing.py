@@ -15,12 +15,13 @@ from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.serving.failures import LONGEST_REST_SECONDS
+from meshinfer.serving.seats import WARM_SECONDS
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cards import model_card
 from meshinfer.testing.chaos_room import NODE_BYTES
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
-from meshinfer.wire.messages import Done, Lease, LeaseAnswer, Place, SeatRef
+from meshinfer.wire.messages import Deletion, Done, Lease, LeaseAnswer, Place, SeatRef
 
 MOST_EPOCHS = 6
 """Within an answer that never comes on: it outlives rests of two, four, and perhaps eight seconds."""
@@ -153,6 +154,47 @@ def test_a_planner_that_is_lost_after_one_commit_costs_no_layers_that_are_warm(s
         assert (now.placement.node_ids[0], now.placement.node_ids[2]) == (nodes[0], nodes[2])
 
     simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 8)
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_repair_that_one_seat_refuses_after_the_others_have_begun_costs_no_layers_that_are_wanted(
+    is_deleted: bool,
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        members = {node.node_id: node for node in cluster.nodes}
+        planner = members[elect(cluster.model.model_id, members)[0]]
+        others = [node for node in cluster.nodes if node is not planner]
+        among = Constraints(nodes=tuple(node.node_id for node in others[:3]))
+        await planner.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, among))
+        await cluster.ask(others[0], cluster.request((1, 2), 2))
+        (before,) = planner.instances()
+        first, middle, last = before.placement.node_ids
+        warm = [runner for node in (first, last) for runner in cluster.fabric.runners_of(node)]
+        really_release = members[first].serving.seats.release
+        really_commit = members[last].serving.seats.commit
+
+        async def release(ref: SeatRef) -> Done:
+            if is_deleted:  # and only the planner has heard of it
+                await planner.serving.seats.delete(Deletion(before.instance_id, before.epoch))
+            return await really_release(ref)
+
+        async def commit(ref: SeatRef) -> Done:
+            if ref.epoch == before.epoch + 1:
+                raise Refused("not at once")
+            return await really_commit(ref)
+
+        members[first].serving.seats.release = release  # type: ignore[method-assign]
+        members[last].serving.seats.commit = commit  # type: ignore[method-assign]
+        cluster.kill(members[middle])
+        await cluster.until(lambda: [now.state for now in planner.instances()] == ["broken"])
+        if is_deleted:
+            await cluster.until(lambda: not warm[0].is_alive, WARM_SECONDS / 2)
+        else:
+            await cluster.until(lambda: [now.state for now in planner.instances()] == ["ready"])
+            assert planner.instances()[0].epoch == before.epoch + 2
+            assert [runner for node in (first, last) for runner in cluster.fabric.runners_of(node)] == warm
+
+    simulate(Cluster(random.Random(1), memory_bytes=NODE_BYTES), scenario, 7)
 
 
 def test_an_answer_that_has_begun_outlives_a_while_in_which_nobody_holds_the_files() -> None:

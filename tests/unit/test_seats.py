@@ -106,7 +106,7 @@ def test_a_stale_epoch_is_refused_with_the_current_one() -> None:
     with pytest.raises(StaleEpoch):  # same epoch, another placement
         book.lease(key(3), placement(512), MIB, now=1.0)
     assert book.reports()[0].state == "ready"
-    book.release(ref(3))
+    book.release(ref(3), now=1.0)
     with pytest.raises(StaleEpoch):  # also after it is gone
         book.lease(key(3), placement(), MIB, now=2.0)
     assert book.next_epoch(INSTANCE) == 4
@@ -115,11 +115,11 @@ def test_a_stale_epoch_is_refused_with_the_current_one() -> None:
 def test_release_stops_the_runner_and_says_what_it_freed() -> None:
     book = ledger()
     ready(book)
-    freed, effects = book.release(ref())
+    freed, effects = book.release(ref(), now=1.0)
     assert freed == 60 * MIB
     assert [type(effect) for effect in effects] == [StopRunner]
     assert book.reports() == ()
-    assert book.release(ref()) == (0, [])
+    assert book.release(ref(), now=1.0) == (0, [])
 
 
 def test_commands_of_an_old_epoch_do_nothing_to_the_new_one() -> None:
@@ -131,7 +131,7 @@ def test_commands_of_an_old_epoch_do_nothing_to_the_new_one() -> None:
     before = book.reports()
     with pytest.raises(Refused, match=r"nothing is leased here for instance .* epoch 1"):
         book.commit(ref(1), now=2.0)
-    assert book.release(ref(1)) == (0, [])
+    assert book.release(ref(1), now=2.0) == (0, [])
     assert book.runner_said(key(1), ChannelLost(1, "samples", 1, "late"), 2.0) == []
     assert book.runner_said(key(1), RunnerFailed("internal", "late"), 2.0) == []
     assert book.fail(key(1), "its runner was stopped", 2.0) == []
@@ -548,3 +548,27 @@ def test_one_whose_process_is_not_there_yet_has_nothing_to_keep() -> None:
     effects = book.view_changed([instance(book, "broken")], frozenset({ME}), 1.0)
     assert [type(effect) for effect in effects] == [StopRunner]
     assert book.reports() == ()
+
+
+def test_a_repair_that_fails_after_its_commit_leaves_what_it_had_taken_over_to_the_next() -> None:
+    book = ledger()
+    ready(book)
+    book.runner_said(key(1), ChannelLost(1, "activations", 1, "reset by peer"), now=1.0)
+    book.lease(key(2), placement(), 60 * MIB, now=2.0)
+    book.commit(ref(2), now=2.0)
+    failed = replace(ref(2), keeps_layers=True)
+    assert book.release(failed, now=3.0) == (60 * MIB, [])
+    assert ([(report.epoch, report.state) for report in book.reports()], book.promised_bytes) == ([(2, "cut")], 0)
+    book.lease(key(3), placement(), 60 * MIB, now=4.0)
+    assert book.commit(ref(3), now=4.0) == [RebindRunner(key(2), key(3), placement())]
+    book.release(replace(ref(3), keeps_layers=True), now=5.0)
+    assert [effect.key for effect in book.tick(5.0 + WARM_SECONDS)] == [key(3)], "no longer than any other"
+
+
+def test_of_a_repair_that_fails_before_its_commit_nothing_is_kept() -> None:
+    book = ledger()
+    ready(book)
+    book.runner_said(key(1), ChannelLost(1, "activations", 1, "reset by peer"), now=1.0)
+    book.lease(key(2), placement(), 60 * MIB, now=2.0)
+    assert book.release(replace(ref(2), keeps_layers=True), now=3.0) == (60 * MIB, [])
+    assert [(report.epoch, report.state) for report in book.reports()] == [(1, "cut")]
