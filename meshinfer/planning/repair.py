@@ -6,8 +6,9 @@ two that have a channel do not see each other any more, though all others see bo
 
 A warm seat's layers are in memory already, so a placement that leaves all of them where they are
 answers again as soon as the holes are loaded; any other moves more bytes than were lost. Each hole
-is filled by the node with which the tokens' way round is shortest, those that hold the model's
-files first. Pure; every candidate goes through the planner's own check of memory and cut points.
+is filled by a node that holds the model's files, if there is one: by the one that had the seat, if it lives (a runner
+crashed: the files are in its page cache, and a spare process waits there), else by the one with which the tokens' way
+round is shortest. Pure; every candidate goes through the planner's own check of memory and cut points.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ def repairs(
     Empty if nothing is warm, or no live node can fill a hole.
     """
     broken = broken_channels(old, topology)
-    found: list[tuple[tuple[int, bool, int, float, tuple[NodeId, ...]], Plan]] = []
+    found: list[tuple[tuple[int, bool, int, int, float, tuple[NodeId, ...]], Plan]] = []
     for holes in _holes(old, lost, broken):
         warm = {seat.node_id for index, seat in enumerate(old.seats) if index not in holes}
         # A node that has a seat already goes last: a second runner costs its overhead twice.
         order = sorted(topology.by_id, key=lambda node: (node in warm, not _holds(topology, node, card), node))
-        for nodes in islice(product(order, repeat=len(holes)), MAX_TRIED):
+        before = [old.seats[index].node_id for index in holes]
+        orders = [sorted(order, key=lambda node, had=had: node != had) for had in before]
+        for nodes in islice(product(*orders), MAX_TRIED):
             seats = list(old.seats)
             for index, node in zip(holes, nodes, strict=True):
                 seats[index] = replace(seats[index], node_id=node)
@@ -65,8 +68,12 @@ def repairs(
             )
             if isinstance(verdict, Plan):
                 fetches = sum(not _holds(topology, node, card) for node in nodes)
-                doubled = not warm.isdisjoint(nodes) or len(set(nodes)) < len(nodes)
-                found.append(((len(holes), doubled, fetches, verdict.predicted_hop_seconds, nodes), verdict))
+                moved = [node for node, had in zip(nodes, before, strict=True) if node != had]
+                used = [seat.node_id for seat in seats]
+                doubled = any(used.count(node) > 1 for node in moved)
+                found.append(
+                    ((len(holes), doubled, fetches, len(moved), verdict.predicted_hop_seconds, nodes), verdict)
+                )
     found.sort(key=lambda scored: scored[0])
     return tuple(plan for _, plan in found)
 

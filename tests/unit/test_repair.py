@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -67,3 +68,20 @@ def test_whom_no_channel_joins_need_not_see_each_other() -> None:
 def test_a_hole_is_filled_and_the_warm_stay_where_they_are() -> None:
     first, *_ = repairs(in_turn(*"abc"), [1], mesh(*"acd"), CARD)
     assert first.placement.node_ids == tuple("adc")
+
+
+@pytest.mark.parametrize("names", ["abc", "aba"])
+def test_a_seat_whose_node_lives_is_made_again_there_though_the_way_by_another_is_shorter(names: str) -> None:
+    """Its runner crashed: what it read lies in that node's memory."""
+    old = in_turn(*names)
+    nodes = [node_card(name, 200 * MIB) for name in "abcd"]
+    links = [
+        Link(NodeId(one), NodeId(other), 0.001 if "d" in (one, other) else 0.01)
+        for one, other in permutations("abcd", 2)
+    ]
+    first, second, *_ = repairs(old, [2], Topology.of(nodes, links), CARD)
+    assert first.placement == old
+    assert second.placement.seats[2].node_id == "d"
+    without_files = [replace(card, models=()) if card.node_id == old.seats[2].node_id else card for card in nodes]
+    first, *_ = repairs(old, [2], Topology.of(without_files, links), CARD)
+    assert first.placement.seats[2].node_id == "d", "it would have to fetch them"
