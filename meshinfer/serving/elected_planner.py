@@ -10,6 +10,8 @@ one seat refuses is released everywhere, and the next candidate is tried.
 A broken instance is placed anew as its next epoch: seats whose layers are still in memory stay, and nodes whose
 runner failed again and again are left out. Leases make it safe that two nodes may take themselves for the planner.
 A placing that finds its instance deleted ends there, whatever it has reached: it began before, for what is no more.
+An instance whose epochs are used up (no instance lives so long: some member announced one by mistake) is given up for
+the next replica of its model.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from meshinfer.serving.ports import Ports
 from meshinfer.serving.seat_calls import SeatCalls, Tried
 from meshinfer.serving.seat_service import LEAVING, SeatService
 from meshinfer.serving.view import AHEAD, Instance, report_of
+from meshinfer.topology.card import LAST_EPOCH
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import (
     DELETE,
@@ -107,8 +110,7 @@ class ElectedPlanner:
             existing = self._existing(ask)
             if existing is not None:
                 return existing
-            instance_id, old = self._free_instance_id(ask)
-            epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
+            instance_id, old, epoch = self._free_instance_id(ask)
             try:
                 return await self._plan_and_make(ask, instance_id, epoch, old)
             except _DeletedBefore:
@@ -310,6 +312,9 @@ class ElectedPlanner:
         placement = candidate.placement
         tried = Tried("", epoch)
         for _ in range(EPOCH_TRIES):
+            if epoch > LAST_EPOCH:
+                self._seats.saw_epoch(instance_id, LAST_EPOCH)
+                raise Refused(f"instance {instance_id} has no epoch left", do="ask again: it will be another instance")
             newest, tried = await self._calls.lease_all(instance_id, epoch, candidate, begun_epoch)
             if not tried.why:
                 tried = await self._calls.commit_all(Placed(instance_id, epoch, placement))
@@ -376,15 +381,18 @@ class ElectedPlanner:
             and not self._seats.is_deleted(key, just.begun_epoch)
         ]
 
-    def _free_instance_id(self, ask: Place) -> tuple[InstanceId, Instance | None]:
-        """The id to place under: the first replica that is not in use, with the instance of no use that it replaces."""
+    def _free_instance_id(self, ask: Place) -> tuple[InstanceId, Instance | None, int]:
+        """The id to place under: the first replica that is not in use, with the instance of no use that it replaces, and
+        the epoch to begin with.
+        """
         by_id = {instance.instance_id: instance for instance in self._standing(ask.model_id)}
         replica = 0
         while True:
             instance_id = instance_id_for(ask.model_id, replica)
             old = by_id.get(instance_id)
-            if old is None or not self._ports.is_usable(old, ask.out_of_reach):
-                return instance_id, old
+            epoch = max(self._seats.next_epoch(instance_id), old.epoch + 1 if old else 1)
+            if epoch <= LAST_EPOCH and (old is None or not self._ports.is_usable(old, ask.out_of_reach)):
+                return instance_id, old, epoch
             replica += 1
 
     async def _on_place(self, peer: NodeId, payload: bytes) -> bytes:

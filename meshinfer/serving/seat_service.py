@@ -213,6 +213,10 @@ class SeatService:
         """See `SeatLedger.is_deleted`."""
         return self._ledger.is_deleted(instance_id, begun_epoch)
 
+    def saw_epoch(self, instance_id: InstanceId, epoch: int) -> None:
+        """See `SeatLedger.saw_epoch`."""
+        self._ledger.saw_epoch(instance_id, epoch)
+
     def next_epoch(self, instance_id: InstanceId) -> int:
         """See `SeatLedger.next_epoch`."""
         return self._ledger.next_epoch(instance_id)

@@ -393,6 +393,10 @@ class SeatLedger:
         history = self._histories.get(instance_id)
         return history is not None and begun_epoch <= history.deleted
 
+    def saw_epoch(self, instance_id: InstanceId, epoch: int) -> None:
+        """Some other node knows of it."""
+        self._remember_epoch(instance_id, epoch)
+
     def next_epoch(self, instance_id: InstanceId) -> int:
         """The lowest epoch that this node would lease; a planner takes the highest it knows of."""
         history = self._histories.get(instance_id)

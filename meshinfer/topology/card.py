@@ -18,7 +18,8 @@ from meshinfer.topology.placement import Placement
 from meshinfer.topology.speed import NodeSpeed
 
 Count = Annotated[int, between(0, 2**63 - 1)]
-Epoch = Annotated[int, between(0, 2**32 - 1)]
+LAST_EPOCH = 2**32 - 1
+Epoch = Annotated[int, between(0, LAST_EPOCH)]
 """Of an instance. A bound that every message keeps, or what one of them brings cannot be said in another."""
 ShortText = Annotated[str, sized(0, 128)]
 

@@ -24,6 +24,7 @@ from meshinfer.serving.view import Instance
 from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
+from meshinfer.topology.card import LAST_EPOCH
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import COMMIT, LEASE, Deletion, Lease, LeaseAnswer, Place, SeatRef
 
@@ -211,6 +212,45 @@ def test_what_was_just_placed_and_is_deleted_is_placed_anew() -> None:
         again = await node.serving.planner.place(ask)
         assert again.epoch > placed.epoch
         await cluster.until(lambda: [i.state for i in node.instances()] == ["ready"])
+
+    simulate(scenario, 3)
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_an_instance_whose_epochs_are_used_up_is_given_up_for_another(is_shown: bool) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        before = await one_ready(cluster)
+        planner = elect(cluster.model.model_id, [node.node_id for node in cluster.nodes])[0]
+        index, holder = next(
+            (index, node) for index, node in enumerate(apart(cluster, before)[0]) if node.node_id != planner
+        )
+        seats = holder.serving.seats
+        if is_shown:
+            ask = Lease(before.instance_id, LAST_EPOCH, before.placement, index, 1, LAST_EPOCH)
+            assert (await seats.lease(ask, holder.node_id)).granted
+        else:  # nobody but that node has ever heard of it
+            await seats.release(SeatRef(before.instance_id, LAST_EPOCH, before.placement.placement_id))
+            for runner in cluster.fabric.runners_of(holder.node_id):
+                runner.die("killed by SIGKILL")
+        epochs: list[int] = []
+
+        def notes(node: SimNode) -> None:
+            really = node.serving.seats.lease
+
+            async def lease(ask: Lease, planner: NodeId) -> LeaseAnswer:
+                epochs.append(ask.epoch)
+                return await really(ask, planner)
+
+            node.serving.seats.lease = lease  # type: ignore[method-assign]
+
+        for node in cluster.nodes:
+            notes(node)
+        await cluster.until(lambda: all(before not in node.instances() for node in cluster.nodes))
+        for node in cluster.nodes:
+            assert await cluster.ask(node, cluster.request((5,), 3)) == exact_answer((5,), 7, 3)
+            ready = [now.instance_id for now in node.instances() if now.state == "ready"]
+            assert ready == [instance_id_for(cluster.model.model_id, 1)]
+        assert max(epochs) <= LAST_EPOCH, "nobody could be told of a seat of more"
 
     simulate(scenario, 3)
 
