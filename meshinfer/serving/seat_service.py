@@ -20,21 +20,13 @@ from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.errors import BadInput, MeshinferError, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.planning.planner import seat_memory
+from meshinfer.serving.epochs import DeletedMeanwhile, StaleEpoch
 from meshinfer.serving.give_way import GiveWay
+from meshinfer.serving.held_seat import SeatKey
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.runner_watch import LOOK_SECONDS
 from meshinfer.serving.runners import Runner
-from meshinfer.serving.seats import (
-    DeletedMeanwhile,
-    RebindRunner,
-    SeatEffect,
-    SeatKey,
-    SeatLedger,
-    StaleEpoch,
-    StartRunner,
-    StopRunner,
-    is_of_another_epoch,
-)
+from meshinfer.serving.seats import RebindRunner, SeatEffect, SeatLedger, StartRunner, StopRunner, is_of_another_epoch
 from meshinfer.serving.spares import Spares
 from meshinfer.serving.view import AHEAD, instances
 from meshinfer.topology.card import SeatReport

@@ -8,41 +8,38 @@ committed beside it does not wait for it. An older epoch's warm layers stay unti
     (asked) ── lease ──▶ leased ── commit ──▶ loading ── runner loaded ──▶ linking ── channels open ──▶ ready
                            │ lapse, release      │ runner failed or gone     ▲                             │
                            ▼                     ▼                           │ commit of the next epoch    │ seat beside
-                         (gone) ◀─ linger ─── failed                         └──────────── cut ◀───────────┘ it lost,
+                         (gone) ◀─ linger ─── failed                         └──────────── cut ◀───────────┘ it lost
                            ▲                                                                │
                            └──────────────────────── grace over ────────────────────────────┘
 
-Each instance counts epochs. A lease for an epoch that is not newer than what this node has seen is
-refused with the current one, so a planner that slept cannot bring back the past; a newer one takes
-the place (and the memory) of what this node held of the instance before. Where it gives this node the
-very layers that a runner holds, that runner goes on under the new epoch: repairing an instance loads only what
-was lost. One that still loads them is cut like one that has them, and goes on loading: meanwhile, and as the next epoch's.
+Each instance counts epochs (`serving.epochs`). A lease for one that is not newer than what this node has seen, or whose
+placing began before the instance was deleted, is refused; a newer one takes the place (and the memory) of what this
+node held of the instance before. Where it gives this node the very layers that a runner holds, that runner goes on
+under the new epoch: repairing an instance loads only what was lost. One that still loads them is cut like one that has
+them, and goes on loading: meanwhile, and as the next epoch's. So is what a repair had taken over that failed.
 
 Whether the runner of a loaded seat still does anything is told by `serving.runner_watch`.
 
 A seat may be loaded ahead (as epoch 0): for the next epoch, while the present one goes on without it. The commit of that
 epoch finds its layers warm, like any others, or its runner loading them; if none comes, it lapses.
-
-A deletion is an epoch of its own, the one after the last. Every lease says with which epoch its placing began;
-one that began no later than the deletion (a repair of what was deleted, say) is void and told so, however high the
-epoch that it tries by now. Whoever wants the model afterwards begins above it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshinfer.base.errors import BadInput, NoRoom, Refused
 from meshinfer.base.ids import InstanceId, NodeId
 from meshinfer.base.units import format_bytes
-from meshinfer.serving.runner_watch import RunnerWatch, is_late
+from meshinfer.serving.epochs import DeletedMeanwhile, EpochBook, StaleEpoch
+from meshinfer.serving.held_seat import HeldSeat, SeatKey
+from meshinfer.serving.runner_watch import is_late
 from meshinfer.serving.view import AHEAD, Instance
-from meshinfer.topology.card import SeatReport, SeatState
+from meshinfer.topology.card import SeatReport
 from meshinfer.topology.placement import Placement
-from meshinfer.wire.messages import ChannelRole, Deletion, SeatRef
+from meshinfer.wire.messages import Deletion, SeatRef
 from meshinfer.wire.runner_control import (
     ChannelLost,
     Heartbeat,
@@ -65,20 +62,6 @@ AHEAD_SECONDS = 30.0
 meanwhile, the repair that wants these layers takes a few."""
 MISSING_GRACE_SECONDS = 2.0
 """A live node's seat may be missing from our view for one gossip period without anything being wrong."""
-REMEMBERED_EPOCHS = 1024
-"""Instances whose highest epoch and whose deletion are remembered; one takes about 200 bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class SeatKey:
-    """Names one seat of one epoch of one instance on this node."""
-
-    instance_id: InstanceId
-    epoch: int
-    seat_index: int
-
-    def __str__(self) -> str:
-        return f"{self.seat_index} of instance {self.instance_id} epoch {self.epoch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,111 +94,6 @@ class StopRunner:
 SeatEffect = StartRunner | RebindRunner | StopRunner
 
 
-@dataclass(slots=True)
-class _Seat:
-    """Mutable; owned by the ledger."""
-
-    key: SeatKey
-    placement: Placement
-    begun_epoch: int
-    """The first that its placing tried."""
-    promised_bytes: int
-    """0 once it is cut or failed."""
-    state: SeatState
-    lapses_at: float
-    """leased: when the promise ends. Loaded ahead: when nobody will come for it. cut: when the layers are given up. failed: when the seat is forgotten."""
-    last_progress_at: float
-    progress: float = 0.0
-    done_bytes: int = 0
-    """Fetched, then loaded: what must grow for the seat to be alive while it loads."""
-    resident_bytes: int = 0
-    sessions: int = 0
-    step_seconds: float = 0.0
-    planner: NodeId | None = None
-    """Who places it, until every seat of it is committed; None as well: nobody whose death would be known here."""
-    error: str = ""
-    error_code: str = ""
-    warm_bytes: int = 0
-    """cut: what its runner still holds, or is about to, until somebody needs it."""
-    others_load: bool = False
-    """Some seat beside it is not loaded yet."""
-    alone_since: float | None = None
-    """Since when a seat beside it has been missing from the view; None while all are there."""
-    linked: bool = False
-    listens: bool = False
-    """Its runner is there, and loads."""
-    loaded: bool = False
-    watch: RunnerWatch = field(default_factory=RunnerWatch)
-    """Of its runner."""
-
-    @property
-    def runs(self) -> bool:
-        """It has a runner."""
-        return self.state in {"loading", "linking", "ready", "cut"}
-
-    @property
-    def makes_progress(self) -> bool:
-        """It does, or there is something wrong with it. One that is loaded waits for all others, whose own clocks run."""
-        loads = self.runs and not self.loaded
-        return loads or (self.state == "linking" and not self.others_load)
-
-    @property
-    def is_warm(self) -> bool:
-        """Its layers are in memory."""
-        return self.loaded and self.runs
-
-    @property
-    def is_loading(self) -> bool:
-        """Its process is there, and reads what it was told to."""
-        return self.runs and self.listens and not self.loaded
-
-    def holds_what(self, key: SeatKey, placement: Placement) -> bool:
-        """Whether its runner could be that seat without loading anything again."""
-        ours, theirs = self.placement.seats[self.key.seat_index], placement.seats[key.seat_index]
-        reserved = (self.placement.context_tokens, self.placement.concurrency)
-        return (
-            (self.is_warm or self.is_loading)
-            and self.key.instance_id == key.instance_id
-            and self.placement.model_digest == placement.model_digest
-            and ours == theirs
-            and reserved == (placement.context_tokens, placement.concurrency)
-        )
-
-
-class StaleEpoch(Refused):
-    """A lease for the past; `newest` is what this node has seen."""
-
-    def __init__(self, key: SeatKey, newest: int) -> None:
-        self.newest = newest
-        super().__init__(
-            f"epoch {key.epoch} of instance {key.instance_id} is stale",
-            expected=f"an epoch above {newest}",
-            do="plan again with a higher epoch",
-        )
-
-
-class DeletedMeanwhile(Refused):
-    """A lease of a placing that began before its instance was deleted; `deletion` is what this node knows of that."""
-
-    def __init__(self, key: SeatKey, void: int) -> None:
-        self.deletion = Deletion(key.instance_id, void - 1)
-        super().__init__(
-            f"instance {key.instance_id} was deleted while it was being placed",
-            expected=f"a placing that begins above epoch {void}",
-            do="ask for the model again",
-        )
-
-
-@dataclass(slots=True)
-class _History:
-    """Of one instance, on this node."""
-
-    highest: int = 0
-    """Of the epochs that were leased, released or deleted here."""
-    deleted: int = 0
-    """What began with this epoch or an older one is void; 0: it never was deleted."""
-
-
 class SeatLedger:
     """What this node has promised and to whom."""
 
@@ -224,11 +102,11 @@ class SeatLedger:
         self._usable_bytes = usable_bytes
         self._lease_seconds = lease_seconds
         self._load_stall_seconds = load_stall_seconds
-        self._seats: dict[SeatKey, _Seat] = {}
+        self._seats: dict[SeatKey, HeldSeat] = {}
         """All and only seats that are leased, running, or failed and still announced."""
         self._looked_at = 0.0
         """When the runners were last looked at."""
-        self._histories: OrderedDict[InstanceId, _History] = OrderedDict()
+        self._epochs = EpochBook()
 
     def bound(self, usable_bytes: int) -> None:
         """Promise no more than this in all from now on: a probe found out what the engine really gets."""
@@ -259,11 +137,9 @@ class SeatLedger:
         self._check_seat_is_ours(key, placement)
         begun_epoch = begun_epoch or key.epoch
         if self.is_deleted(key.instance_id, begun_epoch):
-            # So is a repair of what this one makes elsewhere: it begins one above.
-            history = self._remember_epoch(key.instance_id, key.epoch + 1)
-            # Not all that was seen here: somebody else may have begun above the deletion meanwhile.
-            history.deleted = max(history.deleted, key.epoch + 1)
-            raise DeletedMeanwhile(key, history.deleted)
+            # So is a repair of what this one makes elsewhere: it begins one above. Not all that was seen here: somebody
+            # else may have begun above the deletion meanwhile.
+            raise DeletedMeanwhile(key, self._epochs.delete(key.instance_id, key.epoch))
         held = self._seats.get(key)
         if held is not None and held.placement.placement_id == placement.placement_id and held.state != "failed":
             if held.state == "leased":
@@ -276,7 +152,7 @@ class SeatLedger:
                     expected=f"{held.placement.placement_id}",
                     do="wait for it",
                 )
-            return self._promise(_Seat(key, placement, begun_epoch, need_bytes, "leased", 0.0, now, planner=planner))
+            return self._promise(HeldSeat(key, placement, begun_epoch, need_bytes, "leased", 0.0, now, planner=planner))
         newest = self.next_epoch(key.instance_id) - 1
         same_plan = any(
             seat.key.instance_id == key.instance_id
@@ -286,14 +162,14 @@ class SeatLedger:
         )
         if key.epoch < newest or (key.epoch == newest and not same_plan):
             raise StaleEpoch(key, newest)
-        return self._promise(_Seat(key, placement, begun_epoch, need_bytes, "leased", 0.0, now, planner=planner))
+        return self._promise(HeldSeat(key, placement, begun_epoch, need_bytes, "leased", 0.0, now, planner=planner))
 
     def has_layers_of(self, key: SeatKey, placement: Placement) -> bool:
         """Whether that seat would go on with what is in memory here."""
         is_its = key.seat_index < len(placement.seats)
         return is_its and any(seat.holds_what(key, placement) for seat in self._seats.values())
 
-    def _promise(self, new: _Seat) -> float:
+    def _promise(self, new: HeldSeat) -> float:
         key, need_bytes = new.key, new.promised_bytes
         replaced = [s for s in self._seats.values() if s.key.instance_id == key.instance_id and s.key.epoch < key.epoch]
         free = self._usable_bytes - self.promised_bytes + sum(seat.promised_bytes for seat in replaced)
@@ -304,7 +180,7 @@ class SeatLedger:
                 f"({format_bytes(need_bytes - free)} short)",
                 do="free memory, or plan again with this node's present numbers",
             )
-        self._remember_epoch(key.instance_id, key.epoch)
+        self._epochs.saw(key.instance_id, key.epoch)
         new.lapses_at = new.last_progress_at + self._lease_seconds
         self._seats[key] = new
         return self._lease_seconds
@@ -369,38 +245,34 @@ class SeatLedger:
         for seat in self._of(ref):
             freed += seat.promised_bytes + seat.warm_bytes
             effects += self._cut(seat, why, now) if ref.keeps_layers else self._drop(seat, why)
-        self._remember_epoch(ref.instance_id, ref.epoch)
+        self._epochs.saw(ref.instance_id, ref.epoch)
         return freed, effects
 
     def delete(self, deletion: Deletion) -> tuple[int, list[SeatEffect]]:
         """Free what is held of the instance, what was begun to replace it too. Returns the bytes that are free now."""
         instance_id = deletion.instance_id
-        history = self._remember_epoch(instance_id, deletion.epoch + 1)
-        history.deleted = max(history.deleted, deletion.epoch + 1)
+        void = self._epochs.delete(instance_id, deletion.epoch)
         freed = 0
         effects: list[SeatEffect] = []
         for seat in list(self._seats.values()):
-            if seat.key.instance_id == instance_id and seat.begun_epoch <= history.deleted:
+            if seat.key.instance_id == instance_id and seat.begun_epoch <= void:
                 # Of a repair that had got this far: a repair of that is void, too.
-                history.deleted = max(history.deleted, seat.key.epoch + 1)
-                history.highest = max(history.highest, history.deleted)
+                void = self._epochs.delete(instance_id, seat.key.epoch)
                 freed += seat.promised_bytes + seat.warm_bytes
                 effects += self._drop(seat, "deleted")
         return freed, effects
 
     def is_deleted(self, instance_id: InstanceId, begun_epoch: int) -> bool:
         """Whether a placing of that instance which began with that epoch is void."""
-        history = self._histories.get(instance_id)
-        return history is not None and begun_epoch <= history.deleted
+        return self._epochs.is_deleted(instance_id, begun_epoch)
 
     def saw_epoch(self, instance_id: InstanceId, epoch: int) -> None:
         """Some other node knows of it."""
-        self._remember_epoch(instance_id, epoch)
+        self._epochs.saw(instance_id, epoch)
 
     def next_epoch(self, instance_id: InstanceId) -> int:
         """The lowest epoch that this node would lease; a planner takes the highest it knows of."""
-        history = self._histories.get(instance_id)
-        return history.highest + 1 if history else 1
+        return self._epochs.next(instance_id)
 
     # --- told by runners ------------------------------------------------------------------------
 
@@ -463,7 +335,7 @@ class SeatLedger:
         found: list[tuple[SeatKey, ChannelLost]] = []
         for seat in self._seats.values():
             if seat.state == "ready" and seat.watch.is_waiting(now) and not is_late(now - self._looked_at):
-                lost = [ends for ends in _neighbours(seat) if seat.placement.seats[ends[1]].node_id in out_of_reach]
+                lost = [ends for ends in seat.neighbours if seat.placement.seats[ends[1]].node_id in out_of_reach]
                 found += [(seat.key, ChannelLost(seat.key.epoch, *ends, why)) for ends in lost[:1]]
         return found
 
@@ -568,7 +440,7 @@ class SeatLedger:
     def reports(self) -> tuple[SeatReport, ...]:
         """One per seat, sorted, for this node's card."""
         order = sorted(self._seats, key=lambda key: (key.instance_id, key.epoch, key.seat_index))
-        return tuple(self._report(self._seats[key]) for key in order)
+        return tuple(self._seats[key].report for key in order)
 
     def placements(self) -> tuple[Placement, ...]:
         """The placements that the reports belong to, each once."""
@@ -589,7 +461,7 @@ class SeatLedger:
                 expected="a seat whose node is the one that is asked",
             )
 
-    def _of(self, ref: SeatRef) -> list[_Seat]:
+    def _of(self, ref: SeatRef) -> list[HeldSeat]:
         return [
             seat
             for seat in self._seats.values()
@@ -597,7 +469,7 @@ class SeatLedger:
             and seat.placement.placement_id == ref.placement_id
         ]
 
-    def _is_awaited(self, seat: _Seat) -> bool:
+    def _is_awaited(self, seat: HeldSeat) -> bool:
         """A newer epoch has leased this very seat here, and will go on with its layers once it commits."""
         return any(
             new.state == "leased" and new.key.epoch > seat.key.epoch and seat.holds_what(new.key, new.placement)
@@ -613,7 +485,7 @@ class SeatLedger:
                 effects += self._drop(seat, "its memory is needed")
         return effects
 
-    def _cut(self, seat: _Seat, why: str, now: float) -> list[SeatEffect]:
+    def _cut(self, seat: HeldSeat, why: str, now: float) -> list[SeatEffect]:
         """The instance cannot go on, but this seat's layers may, in the next epoch: keep them warm for a while.
 
         If they are still being read, that goes on, with the same deadline for the next progress.
@@ -630,49 +502,15 @@ class SeatLedger:
         seat.linked, seat.sessions, seat.alone_since = False, 0, None
         return []
 
-    def _is_overdue(self, seat: _Seat, now: float) -> bool:
+    def _is_overdue(self, seat: HeldSeat, now: float) -> bool:
         """Whether its runner is the likely reason for what was lost; a node that slept knows nothing yet."""
         return not is_late(now - self._looked_at) and seat.watch.is_overdue(now)
 
-    def _drop(self, seat: _Seat, reason: str, *, at_once: bool = False) -> list[SeatEffect]:
+    def _drop(self, seat: HeldSeat, reason: str, *, at_once: bool = False) -> list[SeatEffect]:
         del self._seats[seat.key]
         return [StopRunner(seat.key, reason, at_once)] if seat.runs else []
-
-    def _remember_epoch(self, instance_id: InstanceId, epoch: int) -> _History:
-        history = self._histories.setdefault(instance_id, _History())
-        history.highest = max(history.highest, epoch)
-        self._histories.move_to_end(instance_id)
-        while len(self._histories) > REMEMBERED_EPOCHS:
-            self._histories.popitem(last=False)
-        return history
-
-    @staticmethod
-    def _report(seat: _Seat) -> SeatReport:
-        return SeatReport(
-            instance_id=seat.key.instance_id,
-            epoch=seat.key.epoch,
-            placement_id=seat.placement.placement_id,
-            seat_index=seat.key.seat_index,
-            state=seat.state,
-            # Two digits: a card is re-sent when it changes, so progress moves it at most 100 times.
-            progress=round(seat.progress, 2),
-            promised_bytes=seat.promised_bytes,
-            resident_bytes=seat.resident_bytes,
-            sessions=seat.sessions,
-            step_seconds=round(seat.step_seconds, 4),
-            error=seat.error,
-            error_code=seat.error_code,
-        )
 
 
 def is_of_another_epoch(message: RunnerMessage, key: SeatKey) -> bool:
     """A word on the channels of an epoch that this runner's seat is no more: it came too late to say anything of `key`."""
     return isinstance(message, Linked | ChannelLost) and message.epoch != key.epoch
-
-
-def _neighbours(seat: _Seat) -> tuple[tuple[ChannelRole, int], ...]:
-    """The channels that a step and its answer go through, and the seats at their other ends."""
-    own, last = seat.key.seat_index, len(seat.placement.seats) - 1
-    following: tuple[ChannelRole, int] = ("activations", own + 1) if own < last else ("samples", 0)
-    before: tuple[ChannelRole, int] = ("activations", own - 1) if own else ("samples", last)
-    return following, before

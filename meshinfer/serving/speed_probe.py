@@ -33,9 +33,9 @@ from meshinfer.planning.work import model_work
 from meshinfer.serving.available_memory import available_bytes
 from meshinfer.serving.calibration import Calibration
 from meshinfer.serving.give_way import GiveWay
+from meshinfer.serving.held_seat import SeatKey
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.seat_service import SeatService
-from meshinfer.serving.seats import SeatKey
 from meshinfer.serving.speed_book import SpeedBook, wanted_kinds
 from meshinfer.serving.speed_process import ProbeQuestion, ask_process, machine_fingerprint
 from meshinfer.topology.card import KindSpeed

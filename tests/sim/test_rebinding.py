@@ -13,8 +13,8 @@ import trio.testing
 from whole_agents import three_of
 
 from meshinfer.base.ids import NodeId
+from meshinfer.serving.held_seat import SeatKey
 from meshinfer.serving.runners import Runner
-from meshinfer.serving.seats import SeatKey
 from meshinfer.serving.spares import Spares
 from meshinfer.serving.view import AHEAD, Instance
 from meshinfer.testing.cluster import Cluster, SimNode

@@ -7,15 +7,14 @@ import pytest
 from meshinfer.base.errors import BadInput, NoRoom, Refused
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.base.units import MIB
+from meshinfer.serving.epochs import DeletedMeanwhile, StaleEpoch
+from meshinfer.serving.held_seat import SeatKey
 from meshinfer.serving.seats import (
     FAILED_LINGER_SECONDS,
     MISSING_GRACE_SECONDS,
     WARM_SECONDS,
-    DeletedMeanwhile,
     RebindRunner,
-    SeatKey,
     SeatLedger,
-    StaleEpoch,
     StartRunner,
     StopRunner,
 )

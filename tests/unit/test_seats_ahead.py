@@ -8,15 +8,9 @@ from test_seats import INSTANCE, ME, OTHER, ledger, placement
 from meshinfer.base.errors import NoRoom, Refused
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import MIB
-from meshinfer.serving.seats import (
-    AHEAD_SECONDS,
-    DeletedMeanwhile,
-    RebindRunner,
-    SeatKey,
-    SeatLedger,
-    StartRunner,
-    StopRunner,
-)
+from meshinfer.serving.epochs import DeletedMeanwhile
+from meshinfer.serving.held_seat import SeatKey
+from meshinfer.serving.seats import AHEAD_SECONDS, RebindRunner, SeatLedger, StartRunner, StopRunner
 from meshinfer.serving.view import AHEAD, Instance
 from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement, Seat

@@ -8,6 +8,7 @@ from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.base.units import MIB
 from meshinfer.pipeline.agent_link import HEARTBEAT_SECONDS
 from meshinfer.pipeline.patience import FLOOR_SECONDS
+from meshinfer.serving.held_seat import SeatKey
 from meshinfer.serving.runner_watch import (
     LOOK_SECONDS,
     OVERDUE_SHARE,
@@ -17,13 +18,7 @@ from meshinfer.serving.runner_watch import (
     STUCK_BEATS,
     WAITING_SECONDS,
 )
-from meshinfer.serving.seats import (
-    RebindRunner,
-    SeatKey,
-    SeatLedger,
-    StartRunner,
-    StopRunner,
-)
+from meshinfer.serving.seats import RebindRunner, SeatLedger, StartRunner, StopRunner
 from meshinfer.serving.view import Instance
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import SeatRef

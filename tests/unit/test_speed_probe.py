@@ -17,7 +17,7 @@ from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
 from meshinfer.planning.work import model_work
 from meshinfer.serving.calibration import LEAST_STEPS
 from meshinfer.serving.give_way import GiveWay
-from meshinfer.serving.seats import SeatKey
+from meshinfer.serving.held_seat import SeatKey
 from meshinfer.serving.speed_book import FAILED_AGAIN_SECONDS
 from meshinfer.serving.speed_probe import FINGERPRINT_SECONDS, LOOK_SECONDS, ProbePorts, SpeedProbe, step_seconds
 from meshinfer.serving.speed_process import ProbeQuestion, _answer, machine_fingerprint
