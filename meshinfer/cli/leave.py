@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
+from typing import TYPE_CHECKING
 
 from meshinfer.base.errors import DeadlineExceeded, Refused
 from meshinfer.cli.options import HomeOption, home_or_default
 from meshinfer.cli.terminal import err
+
+if TYPE_CHECKING:
+    import psutil
+
+# ruff: noqa: PLC0415 - the other commands start without it
 
 LEAVE_SECONDS = 60.0
 """The agent gives its own answers and the hand-over of its seats 45 s together; then it has ended, whatever came of it."""
@@ -21,21 +25,24 @@ def leave(home: HomeOption = None) -> None:
     The same as Ctrl-C in the terminal of `meshinfer up`. Given again, it only waits, too; what ends the agent at once
     is a second Ctrl-C there.
     """
-    from meshinfer.transport.home_lock import agent_runs, pid_of  # noqa: PLC0415 - the other commands start without it
+    import psutil
+
+    from meshinfer.transport.home_lock import pid_of
 
     place = home_or_default(home)
     pid = pid_of(place)
     if pid is None:
         raise Refused(f"no agent runs in {place}", do="name the home of the one that should leave with --home")
     try:
-        os.kill(pid, signal.SIGTERM)
-    except (ProcessLookupError, PermissionError) as error:
+        agent = psutil.Process(pid)
+        agent.terminate()
+    except psutil.Error as error:
         raise Refused(
             f"the agent (process {pid}) cannot be told: {error}", do="run this as the user who started it"
         ) from error
     deadline = time.monotonic() + LEAVE_SECONDS
     with err.status("leaving: answers end, layers move to other nodes …"):
-        while agent_runs(place):
+        while _is_there(agent):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"the agent (process {pid}) has not ended after {LEAVE_SECONDS:.0f} s",
@@ -43,3 +50,13 @@ def leave(home: HomeOption = None) -> None:
                 )
             time.sleep(LOOK_SECONDS)
     err.print("Left.")
+
+
+def _is_there(process: psutil.Process) -> bool:
+    """Its home is free a moment sooner than its memory. One that is dead and not buried is gone."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
