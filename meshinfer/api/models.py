@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +10,7 @@ from starlette.routing import Route
 
 from meshinfer.api.backend import Backend, ModelEntry
 from meshinfer.base.errors import BadInput, UnknownModel
-from meshinfer.models.catalogue import parse_model_name
+from meshinfer.models.catalogue import not_in_mesh, parse_model_name
 
 
 class ModelsApi:
@@ -34,13 +33,15 @@ class ModelsApi:
         return JSONResponse({"object": "list", "data": [self._openai(entry) for entry in self._backend.models()]})
 
     async def _one(self, request: Request) -> Response:
-        model_id = request.path_params["model_id"]
-        with suppress(BadInput):  # what cannot be a name is none that is here
-            model_id = parse_model_name(model_id)
-        for entry in self._backend.models():
+        try:
+            model_id = parse_model_name(request.path_params["model_id"])
+        except BadInput as error:  # what cannot be a name is none that is here
+            raise UnknownModel(error.what, expected=error.expected, do="GET /v1/models lists what there is") from None
+        held = self._backend.models()
+        for entry in held:
             if entry.model_id == model_id:
                 return JSONResponse(self._openai(entry))
-        raise UnknownModel(f"the model {model_id[:128]!r} is not in this mesh", do="GET /v1/models lists what there is")
+        raise not_in_mesh(model_id, (entry.model_id for entry in held))
 
     async def _catalogue(self, request: Request) -> Response:
         del request

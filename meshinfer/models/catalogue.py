@@ -6,6 +6,7 @@ that people ask for. Any other repository of the hub in mlx-lm's format is pulle
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -13,6 +14,8 @@ from meshinfer.base.errors import UnknownModel
 from meshinfer.base.ids import ModelId, parse_model_id
 from meshinfer.models.store import ModelStore
 
+NAMED_MODELS = 8
+"""In an error; more are no help."""
 SMOLLM2_ID = ModelId("smollm2-135m")
 
 
@@ -127,6 +130,20 @@ def resolve(text: str, store: ModelStore | None = None) -> ModelId:
         f"no model is called {text!r}",
         expected=f"perhaps {' or '.join(near)}" if near else "`owner/name` of the hub, or a name of the list",
         do="`meshinfer models list` shows the names",
+    )
+
+
+def not_in_mesh(model_id: ModelId, held: Iterable[ModelId]) -> UnknownModel:
+    """For whoever asks for a model that no live node holds: which ones are `held`, and how this one would come here."""
+    names = sorted(set(held))
+    more = f" or {len(names) - NAMED_MODELS} more" if len(names) > NAMED_MODELS else ""
+    can_be_pulled = "/" in model_id or model_id.casefold() in _BY_NAME
+    return UnknownModel(
+        f"no live node holds the model {model_id!r}",
+        expected=f"one that is here: {', '.join(names[:NAMED_MODELS])}{more}" if names else "",
+        do=f"run `meshinfer models pull {model_id}` on a node"
+        if can_be_pulled
+        else "`meshinfer models list` shows what there is and what can be pulled",
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from meshinfer.base.errors import MeshinferError, PeerLost, UnknownModel
 from meshinfer.base.ids import ModelId, NodeId
+from meshinfer.models.catalogue import not_in_mesh
 from meshinfer.topology.graph import Topology
 from meshinfer.transport.base import Call, Transport
 from meshinfer.wire.codec import decode, encode
@@ -55,11 +56,7 @@ class ModelCards:
             return local
         holders = self.holders(model_id)
         if not holders:
-            raise UnknownModel(
-                f"no live node holds the model {model_id!r}",
-                expected="a model that `meshinfer models list` or GET /v1/models shows",
-                do=f"run `meshinfer models pull {model_id}` on a node",
-            )
+            raise not_in_mesh(model_id, (held.model_id for card in self._topology().nodes for held in card.models))
         for digest in holders.values():
             if digest in self._remembered:
                 self._remembered.move_to_end(digest)

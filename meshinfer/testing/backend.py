@@ -20,9 +20,10 @@ from typing import Literal
 import trio
 
 from meshinfer.api.backend import Deleted, ModelEntry, RunnerEntry
-from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NoRoom, UnknownInstance, UnknownModel
+from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NoRoom, UnknownInstance
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, SessionId, digest_hex, instance_id_for
 from meshinfer.base.units import GIB, MIB, format_bytes
+from meshinfer.models.catalogue import not_in_mesh
 from meshinfer.planning.model_card import LayerCard, ModelCard, TensorBytes
 from meshinfer.planning.plan import Plan, Preview, Refusal, SeatMemory
 from meshinfer.planning.workload import Constraints, Workload
@@ -104,7 +105,7 @@ class FakeBackend:
     async def model_card(self, model_id: ModelId) -> ModelCard:
         await trio.lowlevel.checkpoint()
         if model_id != MODEL_ID:
-            raise UnknownModel(f"no node has the model {model_id}", do="`meshinfer models list` shows what there is")
+            raise not_in_mesh(model_id, (MODEL_ID,))
         return self._card
 
     async def text_directory(self, model_id: ModelId) -> Path:

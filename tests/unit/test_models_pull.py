@@ -17,7 +17,8 @@ from typing import ClassVar
 import pytest
 
 from meshinfer.base.errors import BadInput, CorruptModel, MeshinferError, NoRoom, PeerLost, UnknownModel
-from meshinfer.models.catalogue import KNOWN, catalogue, resolve
+from meshinfer.base.ids import ModelId
+from meshinfer.models.catalogue import KNOWN, catalogue, not_in_mesh, resolve
 from meshinfer.models.engine_process import SECRET_VARIABLES
 from meshinfer.models.progress import CHUNK_BYTES, Progress, Stopped, Watch
 from meshinfer.models.pull import pull, source_for
@@ -60,6 +61,16 @@ def test_a_typing_error_gets_the_nearest_names(store: ModelStore, tmp_path: Path
         resolve("my-modle", store)
     with pytest.raises(BadInput):
         resolve("../../etc", store)
+
+
+@pytest.mark.parametrize(
+    ("name", "can_be_pulled"), [("nonsense", False), ("owner/nonsense", True), ("smollm2-135m", True)]
+)
+def test_to_pull_what_is_not_in_the_mesh_is_advised_where_that_can_work(name: str, can_be_pulled: bool) -> None:
+    held = [ModelId(f"m{number}") for number in range(10)]
+    assert (f"models pull {name}" in str(not_in_mesh(ModelId(name), held))) is can_be_pulled
+    assert "m0, m1, m2, m3, m4, m5, m6, m7 or 2 more" in str(not_in_mesh(ModelId(name), held))
+    assert "expected" not in str(not_in_mesh(ModelId(name), []))
 
 
 def test_the_catalogue_shows_what_is_here_first(store: ModelStore, tmp_path: Path) -> None:
