@@ -150,7 +150,13 @@ class ElectedPlanner:
                     await self._plan_and_make(ask, old.instance_id, old.epoch + 1, old)
 
     async def give_away(self, instance: Instance, leaving: NodeId) -> Placed:
-        """Give the seats that `leaving` has of `instance` to others. Raises NoRoom if nobody can take them."""
+        """Give the seats that `leaving` has of `instance` to others.
+
+        Raises:
+            NoRoom: nobody can take them, with the numbers.
+        """
+        if self._ports.topology().by_id.keys() == {leaving}:
+            raise NoRoom("there is no other node")
         info = await self._ports.model_cards.get(instance.placement.model_id)
         chunk = self._ports.settings.prefill_chunk_tokens
         workload = Workload(instance.placement.context_tokens, instance.placement.concurrency)
@@ -161,7 +167,8 @@ class ElectedPlanner:
             theirs = [index for index, seat in enumerate(instance.placement.seats) if seat.node_id not in staying]
             others = without(silent | {leaving}, with_memory_of(self._ports.topology(), instance.instance_id))
             plans = repairs(instance.placement, theirs, others, info.card, prefill_chunk_tokens=chunk)
-            return [*plans, *self._candidates.preview(others, info.card, workload, Constraints()).plans], []
+            preview = self._candidates.preview(others, info.card, workload, Constraints())
+            return [*plans, *preview.plans], preview.refusals
 
         return await self._make(instance.instance_id, instance.epoch + 1, candidates, is_repair=True, going_on=instance)
 

@@ -133,7 +133,8 @@ class Placer:
         try:
             return (await self._planner.give_away(instance, leaving=self._ports.node_id)).epoch
         except MeshinferError as error:  # no room, no model card, deleted meanwhile
-            log.warning("instance %s is not handed over: %s", instance.instance_id, error)
+            model_id = instance.placement.model_id
+            log.warning("instance %s (%s) is not handed over: %s", instance.instance_id, model_id, error)
             return 0
 
     def _is_first_to_hand_over(self, instance: Instance) -> bool:
