@@ -4,6 +4,8 @@ Whole agents, exact engine, virtual time. What the process around them does with
 """
 
 import math
+import random
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,7 +21,7 @@ from meshinfer.base.ids import NodeId
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.serving.view import AHEAD
-from meshinfer.testing.chaos_room import SPEED
+from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.codec import encode
@@ -93,6 +95,27 @@ async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: Clock
             lease = Lease(instance.instance_id, 9, instance.placement, 0, 1)
             with pytest.raises(PeerLost, match="about to leave"):
                 await other.serving.ports.call(leaver.node_id, LEASE, encode(lease), 5.0)
+
+
+async def test_why_nobody_takes_its_seats_is_told_with_the_numbers(
+    autojump_clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with three_of(3) as cluster:
+        await place_on(cluster, cluster.nodes[0], cluster.nodes)
+        await leave(cluster.nodes[1])
+    (told,) = [record.getMessage() for record in caplog.records if "is not handed over" in record.getMessage()]
+    assert cluster.model.model_id in told
+    assert re.search(r"needs [\d.]+ MiB in all .*; the mesh has 60.0 MiB free: node0 30.0 MiB, node2 30.0 MiB", told)
+
+
+async def test_who_leaves_alone_is_not_told_that_nobody_lives(
+    autojump_clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Cluster(random.Random(1), memory_bytes=3 * NODE_BYTES).running(1) as cluster:
+        (alone,) = cluster.nodes
+        await place_on(cluster, alone, [alone])
+        await leave(alone)
+    assert "is not handed over: there is no other node" in caplog.text
 
 
 async def test_it_plans_for_nobody_though_it_is_first_in_order(autojump_clock: Clock) -> None:
