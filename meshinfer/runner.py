@@ -171,7 +171,7 @@ def _work(platform: Platform, load: LoadSeat, mailbox: Mailbox, progress: Progre
         Path(load.model_path),
         *layers,
         computes_float32=platform.computes_float32,
-        progress=lambda done, total: link.send(Loading(done, total)),
+        progress=lambda done, total, following: link.send(Loading(done, total, following)),
     )
     stepper = Stepper(
         loaded,

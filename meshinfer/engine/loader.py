@@ -35,8 +35,8 @@ from meshinfer.models.filenames import CONFIG
 from meshinfer.models.json_file import read_json
 from meshinfer.models.soundness import check_config
 
-Progress = Callable[[int, int], None]
-"""Called with (loaded bytes, total bytes) after each layer."""
+Progress = Callable[[int, int, int], None]
+"""Called with (loaded bytes, total bytes, bytes of the next layer) before the first one and after each."""
 
 _WARM_UP_TOKENS = 2
 """More than one, so that the prefill's path is taken."""
@@ -60,7 +60,7 @@ def load_seat(
     end: int | None,
     *,
     computes_float32: bool,
-    progress: Progress = lambda _loaded, _total: None,
+    progress: Progress = lambda _loaded, _total, _next: None,
 ) -> Seat:
     """Load layers `[start, end)` (to the last one, if None) of the model in `directory`.
 
@@ -75,13 +75,12 @@ def load_seat(
     structure = Structure.probe(model)
     stage = Stage(model, start, structure.layer_count if end is None else end, structure)
     by_layer = _by_layer(model, parameters_read_by(stage))
-    total = sum(array.nbytes for group in by_layer for array in group)
-    loaded = 0
-    progress(0, total)
-    for group in by_layer:
+    sizes = [sum(array.nbytes for array in group) for group in by_layer]
+    total = sum(sizes)
+    progress(0, total, sizes[0] if sizes else 0)
+    for index, group in enumerate(by_layer, 1):
         _read(directory, group)
-        loaded += sum(array.nbytes for array in group)
-        progress(loaded, total)
+        progress(sum(sizes[:index]), total, sizes[index] if index < len(sizes) else 0)
     if not computes_float32:
         _warm_up(stage)
     # The float16 that the float32 came from, and the warm-up's buffers.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshinfer.base.ids import InstanceId, NodeId
-from meshinfer.serving.runner_watch import RunnerWatch
+from meshinfer.serving.runner_watch import LOADING_SHARE, RunnerWatch
 from meshinfer.topology.card import SeatReport, SeatState
 from meshinfer.topology.placement import Placement
 from meshinfer.wire.messages import ChannelRole
@@ -83,6 +83,11 @@ class HeldSeat:
     def is_loading(self) -> bool:
         """Its process is there, and reads what it was told to."""
         return self.runs and self.listens and not self.loaded
+
+    @property
+    def silence_share(self) -> float:
+        """Of what a runner may be silent for."""
+        return LOADING_SHARE if self.is_loading else 1.0
 
     def holds_what(self, key: SeatKey, placement: Placement) -> bool:
         """Whether its runner could be that seat without loading anything again."""

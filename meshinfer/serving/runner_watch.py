@@ -12,7 +12,10 @@ What a machine does to all its processes is no runner's fault. A look or a heart
 slept or whose cores are taken, and blames nobody; whose words come late as a rule may be silent for longer, and whose
 steps are long may be in one for longer.
 
-A runner that loads is not watched by this: its seat has a deadline, which moves while bytes are read (`serving.seats`).
+One that loads is given more time (docs/decisions/patience-before-anything-is-usual.md):
+
+    silent    for three times as long: its disk, and the memory that others must give up for it, hold it up
+    stalled   it reads no layer to its end, for so many looks as that layer may take by its size
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from meshinfer.wire.runner_control import Heartbeat, RunnerMessage
+from meshinfer.wire.runner_control import Heartbeat, Listening, Loading, RunnerMessage
 
 LOOK_SECONDS = 0.25
 """Between two looks at the runners: as often as they send heartbeats. Twice that would add a quarter of a second to the
@@ -62,6 +65,17 @@ OVERDUE_SHARE = 0.6
 next epoch wants its layers. A head gives a step up after two seconds at least, so a frozen runner is known by then; one
 that works misses two heartbeats at most by chance."""
 
+LOADING_SHARE = 3.0
+"""Of what a runner is allowed that runs steps: how long one that loads may be silent, which is 5.25 s. Heartbeats do not
+wait for what is read: 0.43 s was the longest gap of five at once on two busy cores, with the small model."""
+LAYER_FLOOR_SECONDS = 5.0
+SLOWEST_BYTES_PER_SECOND = 5e6
+"""Of a disk: a layer may take so long as one so slow needs for it, and the floor beside; 63 s for 290 MB, of a model of
+20 GB. A disk that slept has been woken by then: the headers come before."""
+UNCOUNTED_SECONDS = 20.0
+"""For what reads no layer: the headers and the model's form at first, at last the kernels that a GPU compiles. The small
+model needs 1 s for it on two busy cores."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerWatch:
@@ -78,15 +92,24 @@ class RunnerWatch:
     steps: int = 0
     waits_since: float = math.inf
     """When it was first heard to wait since it last did anything."""
+    idle_looks: int = 0
+    """Since it last read a layer; late ones left out."""
+    next_bytes: int = 0
+    """Of the layer that it reads; 0: of none."""
 
     def heard(self, message: RunnerMessage, now: float) -> RunnerWatch:
+        if isinstance(message, Listening | Loading):
+            following = message.next_bytes if isinstance(message, Loading) else 0
+            return replace(self, heard_at=now, silent_looks=0, idle_looks=0, next_bytes=following)
         if not isinstance(message, Heartbeat):
             return replace(self, heard_at=now, silent_looks=0)
         gap = now - self.heard_at if self.heard_at else 0.0
         stuck_beats = self.stuck_beats if is_late(gap) else self.stuck_beats + 1
         waits = message.sessions > 0 and not message.busy_seconds and message.steps == self.steps
-        return RunnerWatch(
+        return replace(
+            self,
             heard_at=now,
+            silent_looks=0,
             longest_gap_seconds=max(min(gap, LONGEST_GAP_SECONDS), GAP_FADES * self.longest_gap_seconds),
             stuck_beats=stuck_beats if message.busy_seconds > _honest_seconds(message) else 0,
             steps=message.steps,
@@ -95,11 +118,17 @@ class RunnerWatch:
 
     def looked_at(self) -> RunnerWatch:
         """By a look that was not late."""
-        return replace(self, silent_looks=self.silent_looks + 1)
+        return replace(self, silent_looks=self.silent_looks + 1, idle_looks=self.idle_looks + 1)
 
     def is_silent(self, now: float, share: float = 1.0) -> bool:
         honest_seconds = max(SILENT_SECONDS, SILENT_FACTOR * self.longest_gap_seconds)
         return self.silent_looks >= math.ceil(share * SILENT_LOOKS) and now - self.heard_at >= share * honest_seconds
+
+    @property
+    def is_stalled(self) -> bool:
+        """While it loads. Told from looks alone: time in which this node slept, or had no core, is not counted."""
+        by_size = LAYER_FLOOR_SECONDS + self.next_bytes / SLOWEST_BYTES_PER_SECOND
+        return self.idle_looks * LOOK_SECONDS >= (by_size if self.next_bytes else UNCOUNTED_SECONDS)
 
     def is_stuck(self, share: float = 1.0) -> bool:
         return self.stuck_beats >= math.ceil(share * STUCK_BEATS)
@@ -107,9 +136,9 @@ class RunnerWatch:
     def is_waiting(self, now: float) -> bool:
         return now - self.waits_since >= WAITING_SECONDS
 
-    def is_overdue(self, now: float) -> bool:
+    def is_overdue(self, now: float, share: float = 1.0) -> bool:
         """Whether it is the likely reason, where others say that something is wrong."""
-        return self.is_silent(now, OVERDUE_SHARE) or self.is_stuck(OVERDUE_SHARE)
+        return self.is_silent(now, share * OVERDUE_SHARE) or self.is_stuck(OVERDUE_SHARE)
 
 
 def is_late(seconds: float) -> bool:

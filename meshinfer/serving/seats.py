@@ -316,14 +316,17 @@ class SeatLedger:
         return []
 
     def look_at_runners(self, now: float) -> list[SeatEffect]:
-        """Give up those that have been silent for too long; to be called every `runner_watch.LOOK_SECONDS`."""
+        """Give up those that have been silent, or have read nothing, for too long; to be called every `runner_watch.LOOK_SECONDS`."""
         slept, self._looked_at = is_late(now - self._looked_at), now
         effects: list[SeatEffect] = []
         for seat in list(self._seats.values()):
-            if seat.is_warm and not slept:
-                seat.watch = seat.watch.looked_at()
-                if seat.watch.is_silent(now):
-                    effects += self.fail(seat.key, "its runner lives and says nothing", now, at_once=True)
+            if slept or not (seat.is_warm or seat.is_loading):
+                continue
+            seat.watch = seat.watch.looked_at()
+            if seat.watch.is_silent(now, seat.silence_share):
+                effects += self.fail(seat.key, "its runner lives and says nothing", now, at_once=True)
+            elif seat.is_loading and seat.watch.is_stalled:
+                effects += self.fail(seat.key, "its runner lives and reads nothing", now, at_once=True)
         return effects
 
     def cut_off(self, out_of_reach: AbstractSet[NodeId], now: float) -> list[tuple[SeatKey, ChannelLost]]:
@@ -504,7 +507,7 @@ class SeatLedger:
 
     def _is_overdue(self, seat: HeldSeat, now: float) -> bool:
         """Whether its runner is the likely reason for what was lost; a node that slept knows nothing yet."""
-        return not is_late(now - self._looked_at) and seat.watch.is_overdue(now)
+        return not is_late(now - self._looked_at) and seat.watch.is_overdue(now, seat.silence_share)
 
     def _drop(self, seat: HeldSeat, reason: str, *, at_once: bool = False) -> list[SeatEffect]:
         del self._seats[seat.key]

@@ -361,7 +361,7 @@ class FakeRunner:
                 case LoadSeat():
                     self._say(Listening(self.port, b"fake"))
                     for tenth in range(10):
-                        self._say(Loading(tenth, 10))
+                        self._say(Loading(tenth, 10, 1))
                         await self._pause(speed.load_seconds / 10)
                     self._say(Loaded(1000, 1000, speed.load_seconds))
                     self._be(message)
@@ -416,7 +416,9 @@ class FakeRunner:
         while not self.dead:
             await trio.sleep(HEARTBEAT_SECONDS)
             await self._fabric.moves(self.node_id)
-            busy = shared_time() - self._hangs_since if self._hangs_since is not None else 0.0
+            # Before it is loaded, it is in no step.
+            hangs = self._hangs_since if self._seat is not None else None
+            busy = shared_time() - hangs if hangs is not None else 0.0
             if not self._is_frozen:
                 counts = (self._steps, busy, len(self.sessions), 0, 1000, 0, 1000, self._usual_seconds, self._tokens)
                 self._say(Heartbeat(*counts))

@@ -89,6 +89,8 @@ class Listening:
 class Loading:
     loaded_bytes: Annotated[int, at_least(0)]
     total_bytes: Annotated[int, at_least(0)]
+    next_bytes: Annotated[int, at_least(0)] = 0
+    """Of the layer that is read next: until then nothing more is said but heartbeats. 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import gc
 import json
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,12 @@ def test_quantisation_scales_become_float32_too(tmp_path: Path) -> None:
 
 
 def test_progress_rises_to_the_total(model_directory: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    seat = load_seat(model_directory, 1, 4, computes_float32=True, progress=lambda done, of: seen.append((done, of)))
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    seen: list[tuple[int, int, int]] = []
+    seat = load_seat(model_directory, 1, 4, computes_float32=True, progress=lambda *said: seen.append(said))
     assert seen[0][0] == 0
-    assert seen[-1] == (seat.weight_bytes, seat.weight_bytes)
+    assert seen[-1] == (seat.weight_bytes, seat.weight_bytes, 0)
+    for (done, _, following), (then, _, _) in pairwise(seen):
+        assert then == done + following > done, "it says how much is read next"
     assert len(seen) == 4, "at the start and after each of three layers"
 
 

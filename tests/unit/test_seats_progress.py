@@ -22,7 +22,7 @@ from meshinfer.serving.seats import RebindRunner, SeatLedger, StartRunner, StopR
 from meshinfer.serving.view import Instance
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import SeatRef
-from meshinfer.wire.runner_control import ChannelLost, Heartbeat, Linked, Loaded
+from meshinfer.wire.runner_control import ChannelLost, Heartbeat, Linked, Listening, Loaded, Loading
 
 PLACEMENT = Placement(
     ModelId("org/model"),
@@ -54,6 +54,17 @@ def beat(
     """`prompt`: seconds and tokens of the longest step yet that read of one."""
     beat = Heartbeat(9, busy_seconds, 1, 0, 1000, 0, 1000, step_seconds, 9, busy_tokens)
     return replace(beat, prompt_seconds=prompt[0], prompt_tokens=prompt[1])
+
+
+@pytest.fixture
+def loading() -> SeatLedger:
+    """With one seat whose runner was told at 0 s what to load, and has begun with the first of four layers."""
+    ledger = SeatLedger(NodeId("a"), 100 * MIB, 15.0, 60.0)
+    ledger.lease(KEY, PLACEMENT, 50 * MIB, 0.0)
+    ledger.commit(SeatRef(KEY.instance_id, 1, PLACEMENT.placement_id), 0.0)
+    ledger.runner_said(KEY, Listening(7, b"certificate"), 0.0)
+    ledger.runner_said(KEY, Loading(0, 40 * MIB, 10 * MIB), 0.0)
+    return ledger
 
 
 def states(book: SeatLedger) -> list[str]:
@@ -108,6 +119,59 @@ def test_warm_layers_whose_runner_is_frozen_are_no_help_to_a_repair(book: SeatLe
     assert looks(book, beats(book, start=1.0), 10.0) is not None
     assert book.running() == frozenset()
     assert book.promised_bytes == 0
+
+
+def test_a_runner_that_is_frozen_while_it_loads_is_given_up_within_six_seconds(loading: SeatLedger) -> None:
+    last = beats(loading, start=0.25)
+    given_up = looks(loading, last - 0.2, 20.0)
+    assert given_up is not None
+    assert 5.0 <= given_up - last <= 6.0
+    assert states(loading) == ["failed"]
+
+
+def loads(book: SeatLedger, start: float, seconds: float) -> float | None:
+    """When it is given up though it beats and is looked at in time; None if it is not."""
+    for number in range(1, int(seconds / LOOK_SECONDS) + 1):
+        now = start + LOOK_SECONDS * number
+        book.runner_said(KEY, beat(0.0, step_seconds=0.0), now)
+        if book.look_at_runners(now):
+            return now
+    return None
+
+
+def test_one_that_beats_and_reads_nothing_is_given_up_by_the_size_of_its_layer(loading: SeatLedger) -> None:
+    assert loads(loading, 0.0, 4.0) is None
+    loading.runner_said(KEY, Loading(10 * MIB, 40 * MIB, 10 * MIB), 4.0)  # each layer has its own time
+    given_up = loads(loading, 4.0, 30.0)
+    assert given_up is not None
+    assert 5.0 <= given_up - 4.0 <= 8.0
+    assert states(loading) == ["failed"]
+
+
+def test_a_model_of_twenty_gigabytes_is_read_from_a_slow_disk(loading: SeatLedger) -> None:
+    layer = 290 * MIB
+    for number in range(4):
+        loading.runner_said(KEY, Loading(number * layer, 4 * layer, layer), 50.0 * number)
+        assert loads(loading, 50.0 * number, 50.0) is None, "6 MB/s"
+    assert states(loading) == ["loading"]
+
+
+def test_a_node_that_slept_blames_no_runner_that_loads(loading: SeatLedger) -> None:
+    for number in range(50):  # or its cores are all taken
+        assert loading.look_at_runners(1.0 * number) == []
+    assert states(loading) == ["loading"]
+
+
+def test_the_next_epoch_goes_on_with_a_loading_that_was_silent_for_two_seconds(loading: SeatLedger) -> None:
+    """It may be so for longer than one that runs steps, also where it is missed."""
+    last = beats(loading, start=0.25)
+    assert looks(loading, last - 0.2, 2.5) is None
+    following = SeatKey(KEY.instance_id, 2, 0)
+    now = last + 2.3
+    loading.lease(following, PLACEMENT, 50 * MIB, now)
+    assert loading.commit(SeatRef(KEY.instance_id, 2, PLACEMENT.placement_id), now) == [
+        RebindRunner(KEY, following, PLACEMENT)
+    ]
 
 
 def test_a_step_that_does_not_end_is_given_up_after_some_beats(book: SeatLedger) -> None:
