@@ -121,6 +121,8 @@ class Generation:
             stop_token_ids=model.stop_token_ids,
             sampling=Sampling(seed=self._random_bits(63) if ask.seed is None else ask.seed, **ask.sampling),
             workload=Workload(context_tokens=reserved, concurrency=self._settings.concurrency),
+            least_context_tokens=min(reserved, usual_context(card, self._settings)),
+            is_open_ended=not ask.max_new_tokens or ask.max_new_tokens >= room,
             deadline_seconds=self._settings.request_deadline_seconds,
         )
         return Prepared(model, tuple(self._choice(first, index) for index in range(ask.choices)), ask.stops)
@@ -165,6 +167,11 @@ def reserved_context(instances: tuple[Instance, ...], card: ModelCard, settings:
     if usable:
         ready = [found for found in usable if found.state == "ready"]
         return max(found.placement.context_tokens for found in ready or usable)
+    return usual_context(card, settings)
+
+
+def usual_context(card: ModelCard, settings: Settings) -> int:
+    """What a request reserves for a model that is not placed."""
     return min(settings.context_tokens, card.max_context_tokens or settings.context_tokens)
 
 

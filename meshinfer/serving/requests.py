@@ -27,6 +27,10 @@ class GenerateRequest:
     """What to reserve if the model has to be placed for this request."""
     deadline_seconds: float = 600.0
     """The request as a whole; on it, the protocol's own error."""
+    least_context_tokens: int = 0
+    """Once the answer has begun, and so much as `workload` says fits nowhere any more: with this it can go on. 0: with no less."""
+    is_open_ended: bool = False
+    """`max_new_tokens` is what there was room for, and no wish: with less room the answer ends sooner, as with a small context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import trio
@@ -258,9 +258,21 @@ class Sessions:
             is_repair = resumed and sign.phase == "planning"
             events.send_nowait(Waiting("repairing", sign.done) if is_repair else sign)
 
+        emitted = len(token_log.emitted)
         tokens = len(request.prompt_ids) + request.max_new_tokens
-        instance = await self._placer.ready_instance(request.model_id, request.workload, waiting, avoid, tokens)
-        _check_context(request, instance)
+        wanted = len(request.prompt_ids) + emitted + 1 if request.is_open_ended else tokens
+        least = replace(request.workload, context_tokens=max(request.least_context_tokens, wanted))
+        try:
+            instance = await self._placer.ready_instance(request.model_id, request.workload, waiting, avoid, tokens)
+        except NoRoom:
+            # What somebody reserved for long conversations may need a node more than this answer does.
+            if not (
+                resumed and request.least_context_tokens and least.context_tokens < request.workload.context_tokens
+            ):
+                raise
+            instance = await self._placer.ready_instance(request.model_id, least, waiting, avoid, wanted)
+        tokens = max(wanted, min(tokens, instance.placement.context_tokens))
+        _check_context(request, tokens, instance)
         token_log.goes_on_with(instance.placement.model_digest)
         link = await self._links.get(instance)
         session = OpenSession(
@@ -268,8 +280,8 @@ class Sessions:
             instance_id=instance.instance_id,
             epoch=instance.epoch,
             token_ids=(*request.prompt_ids, *token_log.emitted),
-            emitted=len(token_log.emitted),
-            max_new_tokens=request.max_new_tokens - len(token_log.emitted),
+            emitted=emitted,
+            max_new_tokens=tokens - len(request.prompt_ids) - emitted,
             stop_token_ids=request.stop_token_ids,
             sampling=request.sampling,
             resumed=resumed,
@@ -349,12 +361,13 @@ async def _touch(event: trio.Event) -> None:
     event.set()
 
 
-def _check_context(request: GenerateRequest, instance: Instance) -> None:
-    """Raises BadInput where prompt and answer do not fit what was reserved."""
+def _check_context(request: GenerateRequest, tokens: int, instance: Instance) -> None:
+    """Raises BadInput where prompt and answer, `tokens` in all, do not fit what was reserved."""
     reserved = instance.placement.context_tokens
-    if len(request.prompt_ids) + request.max_new_tokens > reserved:
+    if tokens > reserved:
+        more = tokens - len(request.prompt_ids)
         raise BadInput(
-            f"the prompt has {len(request.prompt_ids)} tokens and {request.max_new_tokens} more may be generated",
+            f"the prompt has {len(request.prompt_ids)} tokens and {more} more may be generated",
             expected=f"at most {reserved} in all, the context that is reserved for {instance.placement.model_id}",
             do="shorten the prompt, lower max_tokens, or place the model with a larger context",
         )

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 import trio
-import trio.testing
 import whole_agents
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Generated, GenerateRequest, Waiting
 from meshinfer.serving.spares import LOOK_SECONDS
+from meshinfer.testing.cards import model_card
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
 from meshinfer.topology.placement import Seat
@@ -137,6 +137,42 @@ def test_what_no_longer_fits_ends_in_one_clear_error_and_is_served_again_when_it
         assert await cluster.ask(survivor, cluster.request((9,), tokens=4, seed=3)) == exact_answer((9,), 3, 4)
 
     simulate(scenario, seed, count=2)
+
+
+@pytest.mark.parametrize("is_open_ended", [False, True])
+def test_an_answer_goes_on_with_the_context_that_it_needs_where_what_was_reserved_fits_nowhere_any_more(
+    is_open_ended: bool,
+) -> None:
+    """One whose client named no limit ends where the smaller context does, as if it had been that small from the start."""
+
+    async def scenario(cluster: Cluster) -> None:
+        planner, model_id = cluster.nodes[0].serving.planner, cluster.model.model_id
+
+        async def nodes_for(context_tokens: int) -> int:
+            workload = replace(WORKLOAD, context_tokens=context_tokens)
+            plans = (await planner.preview(model_id, workload, Constraints())).plans
+            return len(plans[0].placement.node_ids) if plans else 0
+
+        large = WORKLOAD.context_tokens
+        while await nodes_for(large) != 3:
+            large += 64
+        ask = Place(model_id, replace(WORKLOAD, context_tokens=large), Constraints())
+        await cluster.nodes[0].serving.placer.place(ask)
+        await cluster.until(lambda: [i.state for i in cluster.nodes[0].instances()] == ["ready"])
+        origin = cluster.nodes[0]
+        victim = cluster.nodes[1]
+        tokens = large - 2 if is_open_ended else 40
+        request = replace(
+            cluster.request((9, 8), tokens=tokens, workload=ask.workload),
+            least_context_tokens=WORKLOAD.context_tokens,
+            is_open_ended=is_open_ended,
+        )
+        answer = await cluster.ask(origin, request, lambda index: cluster.kill(victim) if index == 5 else None)
+        assert answer == exact_answer((9, 8), 7, WORKLOAD.context_tokens - 2 if is_open_ended else 40)
+        assert [i.placement.context_tokens for i in origin.instances()] == [WORKLOAD.context_tokens]
+
+    model = model_card(layer_bytes=(8 * MIB,) * 8, kv_elements_per_token=4096)
+    whole_agents.simulate(Cluster(random.Random(1), model=model), scenario, 3)
 
 
 @given(seeds)
