@@ -6,12 +6,14 @@ What you see, in this order, each step with a deadline:
 3. the model is placed over all three, with the planner's reasons why on no fewer;
 4. a node that does not hold the head is asked for the capital of France, and streams the answer;
 5. the same question, to one unsplit process with the same engine and settings: the same words, other figures;
-6. one agent is killed (SIGKILL); the others notice, and answer again, placed anew on who is left.
+6. that node is asked something longer, and in mid-answer the head's agent is killed (SIGKILL): the answer goes on, with
+   the words that it would have had;
+7. who is left answers the first question again.
 
 How the memory limit is chosen: with the planner itself, on three imaginary nodes. It is the least with
 which two nodes can hold the model for a conversation of 512 tokens (and, since a model that fits one
 node is never split, one node cannot), and a little more. The first placement reserves room for a longer
-conversation, for which two nodes do not suffice. After the kill, the request's own placement reserves 512.
+conversation, for which two nodes do not suffice. After the kill, what the request itself wants is reserved: 512.
 
 Exit code 0 only if all of that happened. `--keep` then leaves the mesh up until Ctrl-C and prints its
 URLs. `--json FILE` writes the figures. Whatever happens, no process is left behind: agents end by
@@ -33,6 +35,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -67,6 +70,8 @@ EXPECTED = "Paris"
 # For the figures: an answer long enough that one slow step does not decide them.
 LONG_QUESTION = "Explain in a few sentences what a laptop is."
 LONG_TOKENS = 64
+KILLED_AFTER = 12
+"""Pieces of that answer; some five seconds of it are still to come."""
 NAMES = ("anna", "ben", "chris")
 
 # What the agents reserve for requests: half a page. Small, so that weights and not caches decide what fits.
@@ -81,7 +86,6 @@ ANSWERS = 5
 """Figures of a link after which its first, taken amid the start, no longer weighs much."""
 SETTLE_SECONDS = 15.0
 LOAD_SECONDS = 120.0
-NOTICE_SECONDS = 10.0
 
 screen = Console(highlight=False)
 Found = TypeVar("Found")
@@ -313,6 +317,26 @@ def measure(agent: RunningAgent) -> Measured:
     return measured
 
 
+def ask_through_a_kill(agent: RunningAgent, head: RunningAgent) -> tuple[str, float]:
+    """The longer answer, of which the head is killed in the middle; its words, and for how many seconds none came."""
+    screen.print(f"[dim]{agent.name} is asked:[/] {LONG_QUESTION}")
+    put(f"{agent.name}: ")
+    moments: list[float] = []
+
+    def show(text: str) -> None:
+        put(text)
+        moments.append(time.monotonic())
+        if len(moments) == KILLED_AFTER:
+            put(f" ✂ {head.name} is killed ✂ ")
+            head.kill()
+
+    text = ask(agent, LONG_QUESTION, LONG_TOKENS, show).text
+    put("\n")
+    if len(moments) <= KILLED_AFTER:
+        raise DemoFailedError(f"the answer was over before {head.name} was killed")
+    return text, max(after - before for before, after in pairwise(moments[KILLED_AFTER - 1 :]))
+
+
 def place(agent: RunningAgent, workload: Workload) -> Any:
     """Ask `agent` for an instance, and wait until it is ready."""
     body = {"model_id": MODEL, "context": workload.context_tokens, "concurrency": workload.concurrency}
@@ -377,21 +401,19 @@ def tell(agents: Agents) -> dict[str, Any]:
         raise DemoFailedError(f"split, the model says {split.texts}; whole, {whole.texts}")
     compare(split, whole)
 
-    title(f"{head.name} is killed")
-    killed = time.monotonic()
-    head.kill()
-    left = [agent for agent in mesh if agent is not head]
-    wait_for("the others notice", NOTICE_SECONDS, lambda: everybody(left))
-    noticed_seconds = time.monotonic() - killed
+    title(f"{head.name} is killed in the middle of an answer")
+    text, pause_seconds = ask_through_a_kill(asked, head)
+    if text != whole.long.text:
+        raise DemoFailedError(f"after the kill, the model says {text}; else, {whole.long.text}")
     screen.print(
-        f"[dim]noticed by both others after {format_seconds(noticed_seconds)}; two have room for {CONTEXT_TOKENS} "
-        f"tokens, which is what a request reserves[/]"
+        f"[dim]The words that it had before, too, with a pause of {format_seconds(pause_seconds)}. Two have room for "
+        f"{CONTEXT_TOKENS} tokens, which is what a request reserves:[/]"
     )
-    again = measure(asked)
     instance = instance_at(asked, "ready")
     if instance is None or holds(head, instance):
         raise DemoFailedError("the model was not placed anew on who is left")
     show_placement(asked, instance)
+    again = measure(asked)
     if again.texts != whole.texts:
         raise DemoFailedError(f"placed anew, the model says {again.texts}; whole, {whole.texts}")
 
@@ -400,7 +422,7 @@ def tell(agents: Agents) -> dict[str, Any]:
         "memory_bytes_per_agent": stage.memory_bytes,
         "start_seconds": round(up - began, 2),
         "met_seconds": round(met_seconds, 2),
-        "noticed_seconds": round(noticed_seconds, 2),
+        "pause_seconds": round(pause_seconds, 2),
         "split": split.to_json(len(seats)),
         "whole": whole.to_json(1),
         "after_kill": again.to_json(len(instance["placement"]["seats"])),
