@@ -130,9 +130,16 @@ def scenarios() -> tuple[Scenario, ...]:
         found += [Scenario(f"kill {part} at {moment}", (Fault("kill", part, moment),)) for moment in moments]
     # Who sat in the middle is dead by then: `replacement` is who sits there now.
     during: tuple[Part, ...] = ("head", "last", "planner", "replacement")
+    first = Fault("kill", "middle")
     for part in during:
-        first = Fault("kill", "middle")
         found.append(Scenario(f"kill middle, and {part} during the repair", (first, Fault("kill", part, "repair"))))
+    found.append(
+        Scenario("kill middle, and origin during the repair", (first, Fault("kill", "origin", "repair")), nodes=6)
+    )
+    ends: tuple[Part, ...] = ("head", "last")
+    for part in ends:
+        name = f"kill middle, and runner of {part} during the repair"
+        found.append(Scenario(name, (first, Fault("kill runner", part, "repair"))))
     for planner in (Fault("kill", "planner", "placing"), Fault("stop", "planner", "placing", seconds=10.0)):
         name = f"kill middle, and {planner.deed} planner between lease and commit"
         found.append(Scenario(name, (Fault("kill", "middle"), planner), nodes=8))

@@ -25,7 +25,7 @@ import trio
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import InstanceId, NodeId, SessionId
 from meshinfer.base.units import MIB
-from meshinfer.planning.workload import Constraints
+from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Finished, Generated, Waiting
 from meshinfer.testing.chaos import (
@@ -50,7 +50,7 @@ from meshinfer.testing.clocks import (
     shared_time,
     sleep_until_shared,
 )
-from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
+from meshinfer.testing.cluster import Cluster, SimNode
 from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import LEASE, Place
@@ -59,7 +59,10 @@ log = logging.getLogger(__name__)
 
 CLIENTS = ("first", "second", "third")
 TOKENS = 60
+LONG_TOKENS = 600
+"""Some twenty seconds: whoever computes them for nobody still does so when everything must be at rest."""
 PROMPT_TOKENS = 8
+WORKLOAD = Workload(context_tokens=PROMPT_TOKENS + LONG_TOKENS, concurrency=1)
 DEADLINE_SECONDS = 120.0
 REST_SECONDS = 5.0
 """How long after the last answer and the last fault everything may take to be as before."""
@@ -233,10 +236,9 @@ class _Run:
     def _cast(self) -> None:
         """Who asks: somebody whom the faults are not aimed at, unless one is."""
         not_yet = {"origin", "replacement", "bystander"}
-        parts: set[Part] = {fault.part for fault in self.scenario.faults if fault.part not in not_yet}
-        hit = {node for part in parts for node in self._players(part)}
-        if any(fault.deed in BETWEEN for fault in self.scenario.faults):
-            hit |= {self._after(node) for node in hit}
+        faults = [fault for fault in self.scenario.faults if fault.part not in not_yet]
+        hit = {node for fault in faults for node in self._players(fault.part)}
+        hit |= {self._after(node) for fault in faults if fault.deed in BETWEEN for node in self._targets(fault)}
         hit |= self._may_replace()
         free = [node for node in self.cluster.nodes if node.node_id not in hit]
         self.origin = self.rng.choice(free or self.cluster.nodes)
@@ -244,11 +246,16 @@ class _Run:
         self._epoch = instance.epoch
 
     def _clients(self) -> Sequence[tuple[SimNode, int]]:
-        """(origin, tokens) of each: the first, another of the same origin or not, and one that asks for little."""
+        """(origin, tokens) of each: the first, another of the same origin or not, and one that asks for little.
+
+        An answer that its origin is to leave behind is long.
+        """
         parts: set[Part] = {fault.part for fault in self.scenario.faults}
         hit = {node for part in parts for node in self._players(part)} | {self.origin.node_id} | self._may_replace()
         others = [node for node in self.cluster.nodes if node.node_id not in hit] or [self.origin]
-        return (self.origin, TOKENS), (self.rng.choice(others), TOKENS), (self.rng.choice(others), 5)
+        is_left = any((fault.deed, fault.part) == ("kill", "origin") for fault in self.scenario.faults)
+        first = LONG_TOKENS if is_left else TOKENS
+        return (self.origin, first), (self.rng.choice(others), TOKENS), (self.rng.choice(others), 5)
 
     def _players(self, part: Part) -> list[NodeId]:
         """Who may play that part now."""
@@ -282,6 +289,9 @@ class _Run:
         """Whom it can be done to now."""
         runners = self.cluster.fabric.runners_of
         live = [node for node in self._players(fault.part) if node not in self.dead]
+        if fault.deed in BETWEEN:
+            seats = [seat.node_id for seat in self.placement.seats]
+            return [node for node in live if node in seats]
         return [node for node in live if fault.deed not in OF_RUNNERS or runners(node)]
 
     def _after(self, node: NodeId) -> NodeId:
@@ -315,7 +325,7 @@ class _Run:
 
     async def _ask(self, answer: Answer, origin: SimNode, prompt: tuple[int, ...], seed: int) -> None:
         """Ask and write down what comes; as the HTTP side does, it knows nothing but the events."""
-        request = self.cluster.request(prompt, len(answer.expected), seed, DEADLINE_SECONDS)
+        request = self.cluster.request(prompt, len(answer.expected), seed, DEADLINE_SECONDS, workload=WORKLOAD)
         if answer.client == "first":
             self._session = request.session_id
         with origin.clocks.worn(), trio.CancelScope() as connection:

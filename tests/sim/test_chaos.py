@@ -88,6 +88,11 @@ def test_a_run_whose_fault_hits_nobody_has_failed(part: Part) -> None:
     assert play(scenario, 0).violations == (f"fault not made: kill {part} (token k)",)
 
 
+def test_who_has_no_seat_has_no_next_one_to_be_cut_from() -> None:
+    scenario = Scenario("no seat", (Fault("cut from next", "bystander", seconds=10.0),))
+    assert play(scenario, 0).violations == ("fault not made: cut from next bystander (token k)",)
+
+
 def test_of_equal_faults_each_must_be_made() -> None:
     kill, again = Fault("kill", "middle"), Fault("kill", "middle", "repair")
     assert faults_not_made((kill, again), (again, kill)) == []
