@@ -147,6 +147,15 @@ class Witness:
         self.recomputed[step.session_id] += again
         self.recompute_seconds[step.session_id] += again * self.cluster.fabric.speed.prefill_seconds_per_token  # type: ignore[assignment]
 
+    @property
+    def violations(self) -> list[str]:
+        """Of promises 6 and 7; and what failed where no client looks."""
+        return [
+            *(f"6: {what} ({times} times)" for what, times in self.stale.items()),
+            *(f"7: {what}" for what in self.over_budget),
+            *(f"a handler failed: {bug!r}" for bug in self.cluster.network.failures),
+        ]
+
     async def watch_memory(self) -> None:
         """Compare what runners hold with what their nodes offer, until cancelled."""
         layers = self.cluster.model.layers
@@ -213,14 +222,11 @@ class _Run:
                     nursery.start_soon(self._client, index, origin, count)
                 nursery.start_soon(self._prelude)
             await sleep_until_shared(self.over_at)
-            settled, rest = await self._come_to_rest(before)
+            settled, rest = await come_to_rest(cluster, before, self._live)
             rest += await self._serves_again() if self.scenario.ends == "error" else []
             watching.cancel_scope.cancel()
         violations = [v for answer in self.answers for v in answer_violations(answer, self._ends(answer))] + rest
-        violations += faults_not_made(self.scenario.faults, self.made)
-        violations += [f"6: {what} ({times} times)" for what, times in self.witness.stale.items()]
-        violations += [f"7: {what}" for what in self.witness.over_budget]
-        violations += [f"a handler failed: {bug!r}" for bug in cluster.network.failures]
+        violations += faults_not_made(self.scenario.faults, self.made) + self.witness.violations
         return Outcome(
             self.scenario.name,
             self.seed,
@@ -485,36 +491,40 @@ class _Run:
 
     # --- afterwards -----------------------------------------------------------------------------
 
-    async def _come_to_rest(self, before: Sequence[Reading]) -> tuple[float, list[str]]:
-        """(seconds until all is as before, what is not in time)."""
-        start = shared_time()
-        await self._meet()
-        found: list[str] = []
-        with trio.move_on_after(REST_SECONDS):
-            while True:
-                found = rest_violations(before, [read_node(self.cluster, node) for node in self._live()])
-                if not found:
-                    break
-                await trio.sleep(0.05)
-        return shared_time() - start, found
-
     async def _serves_again(self) -> list[str]:
         """Once the lost are back: what is not as promised of an answer from who told its client that there is no room."""
         for node in [node for node in self.cluster.nodes if node.node_id in self.dead]:
             await self.cluster.restart(node)
         self.dead.clear()
-        await self._meet()
+        await meet(self._live)
         prompt = tuple(range(PROMPT_TOKENS))
         answer = Answer("again", exact_answer(prompt, self.seed, TOKENS), DEADLINE_SECONDS, shared_time())
         await self._ask(answer, self.origin, prompt, self.seed)
         return answer_violations(answer, "success")
 
-    async def _meet(self) -> None:
-        """Until all live nodes see each other, or they had time enough."""
-        live = frozenset(node.node_id for node in self._live())
-        with trio.move_on_after(MEET_SECONDS):
-            while any(node.sees() != live for node in self._live()):  # noqa: ASYNC110 - virtual time is free
-                await trio.sleep(0.05)
+
+async def come_to_rest(
+    cluster: Cluster, before: Sequence[Reading], live: Callable[[], Sequence[SimNode]]
+) -> tuple[float, list[str]]:
+    """(seconds until all is as before, what is not in time)."""
+    start = shared_time()
+    await meet(live)
+    found: list[str] = []
+    with trio.move_on_after(REST_SECONDS):
+        while True:
+            found = rest_violations(before, [read_node(cluster, node) for node in live()])
+            if not found:
+                break
+            await trio.sleep(0.05)
+    return shared_time() - start, found
+
+
+async def meet(live: Callable[[], Sequence[SimNode]]) -> None:
+    """Until all live nodes see each other, or they had time enough."""
+    everyone = frozenset(node.node_id for node in live())
+    with trio.move_on_after(MEET_SECONDS):
+        while any(node.sees() != everyone for node in live()):  # noqa: ASYNC110 - virtual time is free
+            await trio.sleep(0.05)
 
 
 def _held(node: SimNode) -> frozenset[tuple[InstanceId, int, int]]:

@@ -13,6 +13,7 @@ def test_clients_get_right_answers_while_nodes_come_and_go() -> None:
     assert churned.deaths > 0
     assert churned.answers > 0
     assert quiet.wrong == churned.wrong == 0
+    assert quiet.violations == churned.violations == []
 
 
 def test_a_failure_beside_an_answer_is_not_felt_on_other_nodes() -> None:

@@ -18,11 +18,12 @@ def simulate(*arguments: str) -> Any:
 
 
 def test_agents_under_churn_answer_right_and_a_seed_replays() -> None:
-    one, two = (simulate("--agents", "5", "--churn", "6") for _ in range(2))
+    one, two = (simulate("--agents", "5", "--churn", "15") for _ in range(2))
     assert one == two
     assert one["deaths"] > 0
     assert one["answers"] > 0
     assert one["wrong"] == 0
+    assert one["violations"] == []
 
 
 def test_where_nobody_dies_nothing_is_lost() -> None:
