@@ -45,6 +45,7 @@ from meshinfer.wire.runner_control import (
     Loaded,
     Loading,
     LoadSeat,
+    OriginGone,
     Rebind,
     RunnerFailed,
     StopRunner,
@@ -140,6 +141,8 @@ class _Orders:
                     self._doors.dial(message)
                 case Rebind():
                     self._doors.rebind(message)
+                case OriginGone():
+                    self._mailbox.put(message)
 
 
 def _import_engine() -> None:

@@ -2,7 +2,7 @@
 
 The *seats* lane has steps and answers of the neighbours, channels that opened or broke, and the agent's
 word that this is another epoch's seat now; the *origins*
-lane has records of origins. They are apart because the head, in the middle of a step, waits for an answer
+lane has records of origins, and what is said of them. They are apart because the head, in the middle of a step, waits for an answer
 and must get past any number of waiting requests to find it.
 
 Both are bounded: a reader thread whose lane is full waits, stops reading, and TCP lets the sender feel it.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from meshinfer.pipeline.channel import Channel
 from meshinfer.wire.frames import Frame
 from meshinfer.wire.messages import ChannelRole
-from meshinfer.wire.runner_control import Rebind
+from meshinfer.wire.runner_control import OriginGone, Rebind
 
 SEATS_LANE_FRAMES = 4
 """The head has one step per stage on its way, so more than a few never wait here; prefill activations are large."""
@@ -50,7 +50,7 @@ class Broken:
     channel: Channel | None = None
 
 
-Mail = Opened | Arrived | Broken | Rebind
+Mail = Opened | Arrived | Broken | Rebind | OriginGone
 
 
 class Mailbox:
@@ -65,10 +65,10 @@ class Mailbox:
         """Leave `mail`; a frame waits for its place."""
         with self._changed:
             # An origin's end stands behind its records; its opening before any step of its sessions.
-            if isinstance(mail, Opened | Rebind) or _role(mail) != "origin":
-                lane, limit = self._seats, SEATS_LANE_FRAMES
-            else:
+            if _is_of_origins(mail):
                 lane, limit = self._origins, ORIGINS_LANE_RECORDS
+            else:
+                lane, limit = self._seats, SEATS_LANE_FRAMES
             if isinstance(mail, Arrived):
                 self._changed.wait_for(lambda: len(lane) < limit)
             lane.append(mail)
@@ -88,5 +88,13 @@ class Mailbox:
             return mail
 
 
-def _role(mail: Arrived | Broken) -> ChannelRole:
-    return mail.role if isinstance(mail, Broken) else mail.channel.role
+def _is_of_origins(mail: Mail) -> bool:
+    match mail:
+        case Opened() | Rebind():
+            return False
+        case OriginGone():
+            return True
+        case Broken(role):
+            return role == "origin"
+        case Arrived(channel):
+            return channel.role == "origin"

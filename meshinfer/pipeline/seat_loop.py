@@ -31,6 +31,7 @@ from meshinfer.pipeline.mailbox import Arrived, Broken, Mail, Mailbox, Opened
 from meshinfer.pipeline.progress import Progress
 from meshinfer.pipeline.tail import Tail
 from meshinfer.transport.arrivals import Arrival
+from meshinfer.transport.certificates import fingerprint
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.frames import MAX_CONTROL_BYTES, Frame, FrameKind, Tensor
 from meshinfer.wire.messages import ChannelRole
@@ -42,7 +43,7 @@ from meshinfer.wire.records import (
     RunnerRecord,
     SessionFailed,
 )
-from meshinfer.wire.runner_control import ChannelLost, Linked, LinkSample, LoadSeat, Rebind, RunnerMessage
+from meshinfer.wire.runner_control import ChannelLost, Linked, LinkSample, LoadSeat, OriginGone, Rebind, RunnerMessage
 from meshinfer.wire.steps import StepAnswer, StepControl
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,9 @@ class SeatLoop:
             case Arrived(channel, frame):
                 if channel in self._seats.values() or self._origins.get(channel.peer) is channel:
                     self._receive(channel, frame)
+            case OriginGone(certificate_der):
+                if (origin := self._origins.get(fingerprint(certificate_der))) is not None:
+                    origin.end("its node has vanished")
             case Rebind():
                 raise _Rebound(mail)
 

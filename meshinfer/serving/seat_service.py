@@ -7,6 +7,7 @@ doing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -23,6 +24,7 @@ from meshinfer.planning.planner import seat_memory
 from meshinfer.serving.epochs import DeletedMeanwhile, StaleEpoch
 from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.held_seat import SeatKey
+from meshinfer.serving.origins import Origins
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.runner_watch import LOOK_SECONDS
 from meshinfer.serving.runners import Runner
@@ -56,6 +58,7 @@ from meshinfer.wire.runner_control import (
     Loaded,
     Loading,
     LoadSeat,
+    OriginGone,
     Rebind,
     RunnerMessage,
 )
@@ -84,6 +87,8 @@ class _Held:
     linking: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Of the task that opens the channel which this seat dials."""
     heartbeat: Heartbeat | None = None
+    origins: Origins = field(default_factory=Origins)
+    """Who has channels to it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -271,6 +276,8 @@ class SeatService:
             await runner.heard.wait()
         if runner.listening is None:
             raise Refused("the runner does not listen yet", do="ask again in a moment")
+        if ask.role == "origin":
+            held.origins.came(peer, ask.certificate_der, trio.current_time())
         token = secrets.token_bytes(32)
         try:
             await runner.send(ExpectChannel(ask.role, ask.from_seat, ask.certificate_der, token, TOKEN_LAPSE_SECONDS))
@@ -500,10 +507,19 @@ class SeatService:
             now = trio.current_time()
             if effects := self._ledger.look_at_runners(now):
                 await self._perform(effects)
-            if out_of_reach := self._ports.out_of_reach():
-                for key, lost in self._ledger.cut_off(out_of_reach, now):
-                    if held := self._held.get(key):
-                        await self._heard(held, lost)  # as if its runner had said so
+            out_of_reach = self._ports.out_of_reach()
+            for key, lost in self._ledger.cut_off(out_of_reach, now):
+                if held := self._held.get(key):
+                    await self._heard(held, lost)  # as if its runner had said so
+            reached = self._ports.topology().by_id.keys() - out_of_reach
+            for held in list(self._held.values()):
+                for certificate_der in held.origins.vanished(reached, now):
+                    await self._forget_origin(held, certificate_der)
+
+    async def _forget_origin(self, held: _Held, certificate_der: bytes) -> None:
+        log.info("seat %s: an origin has vanished; its sessions end here", held.key)
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await held.runner.send(OriginGone(certificate_der))
 
     async def _refresh_counters(self) -> None:
         while True:

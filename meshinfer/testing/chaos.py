@@ -17,7 +17,8 @@ The promises, numbered as in the reports:
 2. what the client has is what the failure-free run gives: all of it after a success, a beginning of it
    after an error; so no token is lost, doubled or changed, and the answer's id never changes;
 3. success wherever the model still fits on who is left, and again once it does where it did not;
-4. five seconds after the last request, sessions, tasks, links and files are as before it;
+4. five seconds after the last request, sessions, tasks, links and files are as before it, and after FREED_SECONDS
+   nobody computes for an origin that has vanished;
 5. all live nodes see each other, and the same instances in the same epochs;
 6. no stage ran a step of an epoch that its node no longer holds;
 7. what runners hold never exceeded what their node offers.
@@ -37,6 +38,9 @@ from meshinfer.topology.placement import Placement, Seat
 
 HOUR_SECONDS = 3600.0
 """What wrong clocks are wrong by."""
+FREED_SECONDS = 12.0
+"""An origin that stops or is cut off is out of the view after three seconds, seven where all comes late, and five more let
+it come back (`serving.origins`)."""
 
 Deed = Literal[
     "kill",

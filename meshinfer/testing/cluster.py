@@ -37,7 +37,7 @@ from meshinfer.serving.service import Serving
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cards import model_card, node_card
 from meshinfer.testing.clocks import NodeClocks
-from meshinfer.testing.engine import FakeFabric, FakeSpeed
+from meshinfer.testing.engine import FakeFabric, FakeSpeed, certificate_of
 from meshinfer.testing.network import SimNetwork, SimTransport
 from meshinfer.testing.probes import SimProbes, Truth
 from meshinfer.topology.card import HeldModel, SeatReport
@@ -288,7 +288,7 @@ class Cluster:
             model_path=model_path,
             start_runner=self.fabric.start_runner(transport.node_id),
             open_channel=self.fabric.open_channel(transport.node_id),
-            origin_certificate_der=b"origin",
+            origin_certificate_der=certificate_of(transport.node_id),
             best_host=mesh.best_host,
             want_links=mesh.want_links,
             frame_arrived=mesh.frame_arrived,

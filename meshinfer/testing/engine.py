@@ -7,7 +7,7 @@ answer can be compared to the letter, whoever computed it and however often it w
 `FakeFabric` is the wire between runners: it knows who listens where, and does to runners what
 `SimNetwork` does to agents (`kill`, `stop`, `resume` of a node); latencies and cuts are the network's
 own. As real runners do, a head gives up on a step that gets no answer in time, and a head whose
-origin hung up drops its sessions. Every step is shown to `witness`, with the epoch that it was sent
+origin hung up, or has vanished, drops its sessions. Every step is shown to `witness`, with the epoch that it was sent
 for, so that a test can say who ran what. What it does not model: bandwidth, memory that is really
 used, batching (sessions run side by side, each at its own pace).
 """
@@ -38,6 +38,7 @@ from meshinfer.wire.runner_control import (
     Loaded,
     Loading,
     LoadSeat,
+    OriginGone,
     Rebind,
     RunnerMessage,
     StopRunner,
@@ -51,6 +52,11 @@ PATIENCE_SECONDS = 2.0
 FIRST_PATIENCE_SECONDS, FIRST_STEPS = 30.0, 3
 """Before it has seen so many steps of one token, as real ones."""
 DIAL_SECONDS = 5.0
+
+
+def certificate_of(origin: NodeId) -> bytes:
+    """What that node shows when it dials runners."""
+    return f"origin {origin}".encode(errors="surrogatepass")
 
 
 def exact_token(token_ids: Sequence[int], seed: int) -> int:
@@ -307,6 +313,10 @@ class FakeRunner:
         match message:
             case ExpectChannel(token=token):
                 self.expected.add(token)
+            case OriginGone(certificate_der):
+                for channel in [one for one in self.channels if certificate_of(one.origin) == certificate_der]:
+                    channel.hang_up()
+                    self.origin_lost(channel)
             case StopRunner():
                 self.die("stopped")
             case LoadSeat() | DialChannel() | Rebind():

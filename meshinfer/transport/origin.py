@@ -12,7 +12,7 @@ import trio
 
 from meshinfer.base.errors import MeshinferError, PeerLost, Refused
 from meshinfer.transport.certificates import Certificate, client_context
-from meshinfer.transport.tls import CONNECT_SECONDS, WELCOME, most_telling, retry_pauses
+from meshinfer.transport.tls import CONNECT_SECONDS, WELCOME, keep_alive, most_telling, retry_pauses
 from meshinfer.wire.frames import Frame, FrameKind, FrameReader, encode_frame
 from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.records import MAX_RECORD_BYTES, ORIGIN_RECORDS, RUNNER_RECORDS, OriginRecord, RunnerRecord
@@ -114,6 +114,7 @@ async def _welcomed(
     stream = trio.SSLStream(plain, context, https_compatible=True)
     welcomed = False
     try:
+        keep_alive(plain.setsockopt)
         await stream.send_all(bytes([len(offer.token)]) + offer.token)
         welcome = await stream.receive_some(len(WELCOME))
         if bytes(welcome) != WELCOME or stream.getpeercert(binary_form=True) != offer.certificate_der:

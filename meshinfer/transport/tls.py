@@ -28,6 +28,7 @@ import hmac
 import select
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,11 @@ SEND_STALL_SECONDS = 30.0
 """A peer that takes nothing for so long is gone; shorter would mistake a long prefill for it."""
 CONNECT_SECONDS = 1.5
 """For one address of several; a dead address must not eat the time of the next."""
+ASK_AFTER_SECONDS, ASK_EVERY_SECONDS, ASKED_TIMES = 10, 5, 3
+"""A connection on which nothing passes is asked whether its other end still has it. A machine that slept has most likely
+been given up meanwhile (`serving.origins`), and the news was lost: it learns so within ten seconds of waking, where the
+system's own two hours would outlast any answer. Who is silent is buried by the mesh much earlier than after these 25 s.
+"""
 WELCOME = b"\x01"
 
 
@@ -191,12 +197,21 @@ def _wrap(plain: socket.socket, context: ssl.SSLContext, *, server_side: bool) -
     """`plain` with TLS around it, non-blocking, nothing said yet. Closes it if it is gone already (OSError)."""
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(plain.setsockopt)
         plain.setblocking(False)
         return context.wrap_socket(plain, server_side=server_side, do_handshake_on_connect=False)
     except OSError:
         plain.close()
         raise
+
+
+def keep_alive(set_option: Callable[[int, int, int], None]) -> None:
+    """Have the kernel ask the other end of a silent connection whether it is there, with this `setsockopt` of its socket."""
+    set_option(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = socket.TCP_KEEPALIVE if sys.platform == "darwin" else socket.TCP_KEEPIDLE
+    set_option(socket.IPPROTO_TCP, idle, ASK_AFTER_SECONDS)
+    set_option(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_SECONDS)
+    set_option(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, ASKED_TIMES)
 
 
 def _shake_hands(tls: ssl.SSLSocket, timeout_seconds: float) -> None:

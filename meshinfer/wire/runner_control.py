@@ -68,11 +68,18 @@ class Rebind:
 
 
 @dataclass(frozen=True, slots=True)
+class OriginGone:
+    """Who shows this certificate has vanished: its channel, if there is one, ends with all its sessions."""
+
+    certificate_der: Annotated[bytes, sized(1, 4096)]
+
+
+@dataclass(frozen=True, slots=True)
 class StopRunner:
     """End now: free everything, exit 0."""
 
 
-AgentMessage = LoadSeat | ExpectChannel | DialChannel | Rebind | StopRunner
+AgentMessage = LoadSeat | ExpectChannel | DialChannel | Rebind | OriginGone | StopRunner
 
 # --- runner → agent -----------------------------------------------------------------------------
 
@@ -177,5 +184,5 @@ class RunnerFailed:
 
 RunnerMessage = Listening | Loading | Loaded | Linked | Heartbeat | ChannelLost | LinkSample | RunnerFailed
 
-AGENT_MESSAGES = Registry(LoadSeat, ExpectChannel, DialChannel, Rebind, StopRunner)
+AGENT_MESSAGES = Registry(LoadSeat, ExpectChannel, DialChannel, Rebind, OriginGone, StopRunner)
 RUNNER_MESSAGES = Registry(Listening, Loading, Loaded, Linked, Heartbeat, ChannelLost, LinkSample, RunnerFailed)

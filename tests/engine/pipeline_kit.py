@@ -329,8 +329,8 @@ class PipelineUnderTest:
     def dial(self, seat: int, role: ChannelRole, from_seat: int, certificate: Certificate) -> SecureSocket:
         return dial(self.expect(seat, role, from_seat, certificate.der), certificate, PATIENCE)
 
-    def origin(self) -> OriginUnderTest:
-        certificate = make_certificate()
+    def origin(self, certificate: Certificate | None = None) -> OriginUnderTest:
+        certificate = certificate or make_certificate()
         last = self.dial(len(self.runners) - 1, "origin", -1, certificate)
         head = last if len(self.runners) == 1 else self.dial(0, "origin", -1, certificate)
         return OriginUnderTest(certificate, head, last)

@@ -10,7 +10,7 @@ import pytest
 from pipeline_kit import VOCABULARY, PipelineUnderTest, plain_greedy, session, write_tiny_llama
 
 from meshinfer.wire.records import OpenSession, Prefilled, Sampling
-from meshinfer.wire.runner_control import Heartbeat
+from meshinfer.wire.runner_control import Heartbeat, OriginGone
 
 PROMPTS = ([5, 17, 3], [9] * 40, list(range(1, 60)), [42])
 
@@ -143,6 +143,23 @@ def test_a_lost_origin_ends_its_own_sessions_only(pipeline: PipelineUnderTest, m
     assert kept.ids(record) == plain_greedy(model, PROMPTS[1], 20)[1:]
     wait_until_free(pipeline)
     kept.close()
+
+
+def test_an_origin_that_has_vanished_is_let_go_and_may_come_back(pipeline: PipelineUnderTest, model: Path):
+    """Its channels stay open at its own end: it says nothing."""
+    lost, kept = pipeline.origin(), pipeline.origin()
+    for n in range(3):
+        lost.next_token(lost.open(session([n], 400)))
+    record = kept.open(session(PROMPTS[1], 20))
+    kept.next_token(record)
+    for runner in pipeline.runners:
+        runner.send(OriginGone(lost.certificate.der))
+    assert kept.ids(record) == plain_greedy(model, PROMPTS[1], 20)[1:]
+    wait_until_free(pipeline)
+    again = pipeline.origin(lost.certificate)
+    assert again.ids(again.open(session(PROMPTS[1], 20))) == plain_greedy(model, PROMPTS[1], 20)
+    for origin in (lost, kept, again):
+        origin.close()
 
 
 @pytest.mark.parametrize(

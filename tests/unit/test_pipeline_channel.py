@@ -15,7 +15,7 @@ from meshinfer.transport.certificates import make_certificate
 from meshinfer.transport.tls import WELCOME, Listener, SecureSocket, dial
 from meshinfer.wire.frames import Frame, FrameKind, Tensor, TensorSpec, encode_frame
 from meshinfer.wire.messages import ChannelOffer, ChannelRole
-from meshinfer.wire.runner_control import ExpectChannel
+from meshinfer.wire.runner_control import ExpectChannel, OriginGone
 
 PATIENCE = 20.0
 STRANGE = Frame(FrameKind.ANSWER, 0, 1, b"")
@@ -121,6 +121,7 @@ def test_seats_mail_comes_before_origins_mail(pair: Pair):
     record, answer = Frame(FrameKind.RECORD, 0, 0, b""), STRANGE
     mailbox.put(Arrived(origin, record))
     mailbox.put(Broken("origin", -1, "gone", origin))
+    mailbox.put(OriginGone(b"of o"))
     mailbox.put(Opened(origin))
     mailbox.put(Arrived(seat, answer))
     assert mailbox.take(0) == Opened(origin)
@@ -128,6 +129,7 @@ def test_seats_mail_comes_before_origins_mail(pair: Pair):
     assert mailbox.take(0, seats_only=True) is None
     assert mailbox.take(0) == Arrived(origin, record)
     assert mailbox.take(0) == Broken("origin", -1, "gone", origin)
+    assert mailbox.take(0) == OriginGone(b"of o")
     assert mailbox.take(0) is None
 
 

@@ -7,6 +7,7 @@ import queue
 import socket
 import ssl
 import threading
+from typing import Any
 
 import pytest
 import trio
@@ -20,7 +21,7 @@ from meshinfer.transport.certificates import (
     server_context,
 )
 from meshinfer.transport.origin import open_origin_channel
-from meshinfer.transport.tls import MAX_HANDSHAKES, WELCOME, Listener, SecureSocket, dial
+from meshinfer.transport.tls import ASK_AFTER_SECONDS, MAX_HANDSHAKES, WELCOME, Listener, SecureSocket, dial
 from meshinfer.wire.frames import Frame, FrameKind, encode_frame
 from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.records import RUNNER_RECORDS, Token
@@ -104,6 +105,33 @@ def test_shutting_down_wakes_a_reader(host: Host):
     mine = host.dial(host.expect(me), me)
     threading.Thread(target=mine.shut_down).start()
     assert mine.recv_into(memoryview(bytearray(1)), PATIENCE) == 0
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="macOS names it otherwise")
+def test_a_silent_connection_is_asked_for_within_seconds_at_both_ends(host: Host, monkeypatch: pytest.MonkeyPatch):
+    made: list[socket.socket] = []
+    real = ssl.SSLContext.wrap_socket
+
+    def wrap(context: ssl.SSLContext, sock: socket.socket, **given: Any) -> ssl.SSLSocket:
+        made.append(tls := real(context, sock, **given))
+        return tls
+
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", wrap)
+    me = make_certificate()
+    host.dial(host.expect(me), me)
+    host.next_admitted()
+
+    async def be_origin() -> None:
+        channel = await open_origin_channel(host.expect(me, os.urandom(32)), me, timeout_seconds=PATIENCE)
+        made.append(channel._stream.transport_stream.socket)  # type: ignore[arg-type]
+        host.next_admitted()
+        assert len(made) == 4
+        for sock in made:
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == ASK_AFTER_SECONDS
+        await channel.aclose()
+
+    trio.run(be_origin)
 
 
 def test_a_token_works_once(host: Host):
