@@ -272,8 +272,10 @@ class Reading:
     """Of requests and links. Simulated agents only: real ones show theirs nowhere."""
     files: int = 0
     """Open file descriptors; 0 where that means nothing."""
+    runner_files: tuple[int, ...] = ()
+    """The same, of each of its runners, where channels are."""
     cache_bytes: int = 0
-    """Keys and values of sessions in its runners. Real agents only, as `kept_bytes`: the exact engine has none."""
+    """Keys and values of sessions in its runners; of the exact engine, their tokens."""
     kept_bytes: int = 0
     """What its runners hold in case a session is opened again: on purpose, for some seconds after a repair."""
 
@@ -281,6 +283,8 @@ class Reading:
 FILES_SLACK = 12
 """Connections to a peer that came back, and files that the interpreter opens late. Whoever plays many runs with the same
 processes compares with the first reading of each, so that a leak of one a run shows too."""
+RUNNER_FILES_SLACK = 6
+"""A stage may become the first or the last, which origins have channels to. More than any had before are leaked."""
 TYPED = frozenset(("no_room", "peer_lost", "deadline_exceeded", "generation_failed", "model_not_found"))
 """Codes that an answer may end with when nodes are lost: each says what it means. `internal` is none of them."""
 
@@ -323,13 +327,15 @@ def faults_not_made(wanted: Iterable[Fault], made: Iterable[Fault]) -> list[str]
     return [f"fault not made: {fault.deed} {fault.part} ({fault.moment})" for fault in missing.elements()]
 
 
-def rest_violations(before: Iterable[Reading], after: Sequence[Reading]) -> list[str]:
-    """Promises 4 and 5, once everything has been quiet for a while; `after` has all and only the live nodes."""
+def trace_violations(before: Iterable[Reading], after: Iterable[Reading]) -> list[str]:
+    """Promise 4."""
     found: list[str] = []
-    live = frozenset(reading.node for reading in after)
     once = {reading.node: reading for reading in before}
+    most = max((files for reading in once.values() for files in reading.runner_files), default=math.inf)
     for reading in after:
         who = f"node {reading.node}"
+        leaky = [files for files in reading.runner_files if files > most + RUNNER_FILES_SLACK]
+        found += [f"4: a runner of {who} has {files} open files; {most} was the most before" for files in leaky]
         if reading.requests or reading.sessions:
             found.append(f"4: {who} still has {reading.requests} requests and {reading.sessions} sessions")
         if reading.cache_bytes:
@@ -341,11 +347,25 @@ def rest_violations(before: Iterable[Reading], after: Sequence[Reading]) -> list
             found.append(f"4: {who} has {reading.tasks} tasks, {was.tasks} before")
         if was is not None and reading.files > was.files + FILES_SLACK:
             found.append(f"4: {who} has {reading.files} open files, {was.files} before")
+    return found
+
+
+def agreement_violations(after: Sequence[Reading]) -> list[str]:
+    """Promise 5; `after` has all and only the live nodes."""
+    found: list[str] = []
+    live = frozenset(reading.node for reading in after)
+    for reading in after:
+        who = f"node {reading.node}"
         if reading.members != live:
             found.append(f"5: {who} sees {sorted(reading.members)}; alive are {sorted(live)}")
         if reading.instances != after[0].instances:
             found.append(f"5: {who} sees {reading.instances}, {after[0].node} sees {after[0].instances}")
     return found
+
+
+def rest_violations(before: Iterable[Reading], after: Sequence[Reading]) -> list[str]:
+    """Promises 4 and 5, once nodes that were apart have had time to meet."""
+    return trace_violations(before, after) + agreement_violations(after)
 
 
 def kept_violations(after: Iterable[Reading]) -> list[str]:

@@ -41,7 +41,9 @@ from meshinfer.testing.chaos import (
     answer_violations,
     faults_not_made,
     holder_now,
+    kept_violations,
     rest_violations,
+    trace_violations,
 )
 from meshinfer.testing.clocks import (
     NodeClocks,
@@ -51,7 +53,7 @@ from meshinfer.testing.clocks import (
     sleep_until_shared,
 )
 from meshinfer.testing.cluster import Cluster, SimNode
-from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
+from meshinfer.testing.engine import KEPT_SECONDS, FakeSpeed, Step, exact_answer
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import LEASE, Place
 
@@ -506,17 +508,22 @@ class _Run:
 async def come_to_rest(
     cluster: Cluster, before: Sequence[Reading], live: Callable[[], Sequence[SimNode]]
 ) -> tuple[float, list[str]]:
-    """(seconds until all is as before, what is not in time)."""
+    """(seconds until all is as before, what is not in time), of a cluster of which nobody wants anything any more."""
+
+    async def left(violations: Callable[[Sequence[Reading]], list[str]], seconds: float) -> list[str]:
+        """Of them, after so long."""
+        found: list[str] = []
+        with trio.move_on_after(seconds):
+            while found := violations([read_node(cluster, node) for node in live()]):  # noqa: ASYNC110 - as `meet`
+                await trio.sleep(0.05)
+        return found
+
     start = shared_time()
+    found = await left(lambda after: trace_violations(before, after), REST_SECONDS)
     await meet(live)
-    found: list[str] = []
-    with trio.move_on_after(REST_SECONDS):
-        while True:
-            found = rest_violations(before, [read_node(cluster, node) for node in live()])
-            if not found:
-                break
-            await trio.sleep(0.05)
-    return shared_time() - start, found
+    found += await left(lambda after: rest_violations(before, after), REST_SECONDS)
+    settled = shared_time() - start
+    return settled, [*dict.fromkeys(found), *await left(kept_violations, KEPT_SECONDS)]
 
 
 async def meet(live: Callable[[], Sequence[SimNode]]) -> None:
@@ -549,4 +556,6 @@ def read_node(cluster: Cluster, node: SimNode) -> Reading:
         runners=len(runners),
         seats=len(_held(node)),
         tasks=node.tasks("Sessions._run", "OriginLinks._keep"),
+        cache_bytes=sum(sum(runner.held.values()) for runner in runners),
+        kept_bytes=sum(runner.kept for runner in runners),
     )

@@ -9,12 +9,13 @@ answer can be compared to the letter, whoever computed it and however often it w
 own. As real runners do, a head gives up on a step that gets no answer in time, and a head whose
 origin hung up, or has vanished, drops its sessions. Every step is shown to `witness`, with the epoch that it was sent
 for, so that a test can say who ran what. What it does not model: bandwidth, memory that is really
-used, batching (sessions run side by side, each at its own pace).
+used (it counts the tokens that sessions hold), batching (sessions run side by side, each at its own pace).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,6 +53,8 @@ PATIENCE_SECONDS = 2.0
 FIRST_PATIENCE_SECONDS, FIRST_STEPS = 30.0, 3
 """Before it has seen so many steps of one token, as real ones."""
 DIAL_SECONDS = 5.0
+KEPT_SECONDS = 20.0
+"""What broke off is kept so long once the pipeline is whole again, as by real ones."""
 
 
 def certificate_of(origin: NodeId) -> bytes:
@@ -257,11 +260,19 @@ class FakeRunner:
         self.network = fabric.network
         self.sessions: dict[SessionId, tuple[FakeChannel, trio.CancelScope]] = {}
         """Head: all and only those that run, each with its origin's channel and what ends it."""
+        self.held: dict[SessionId, int] = {}
+        """Tokens whose keys and values a real one would have: of all and only the sessions that its head has not ended."""
+        self._kept: dict[SessionId, int] = {}
+        """Those of sessions that broke off, until they are opened again or lapse."""
+        self._lapses_at = math.inf
+        """When they do; infinite while the pipeline is broken."""
         self.is_seated = False
         self._fabric = fabric
         self._seat: LoadSeat | None = None
         self._neighbours: dict[ChannelRole, FakeRunner] = {}
         """role → the runner that we dialled."""
+        self._diallers: list[FakeRunner] = []
+        """Those that dialled us."""
         self._listening: Listening | None = None
         self._heard = trio.Event()
         self._send_lock = trio.Lock()
@@ -285,6 +296,11 @@ class FakeRunner:
     def seat(self) -> LoadSeat | None:
         """What it is; None until its layers are loaded."""
         return self._seat
+
+    @property
+    def kept(self) -> int:
+        """Tokens of sessions that broke off and may be opened again."""
+        return sum(self._kept.values()) if shared_time() < self._lapses_at else 0
 
     @property
     def pid(self) -> int:
@@ -398,11 +414,15 @@ class FakeRunner:
             return
         if seat is not None and self._seat is seat:
             self._neighbours[message.role] = neighbour
+            neighbour._diallers.append(self)  # noqa: SLF001 - one of us
             self._say(Linked(seat.epoch))
 
     def _be(self, seat: LoadSeat) -> None:
+        self._keep()
         self._seat, self._broken, self._steps_led = seat, False, 0
+        self._lapses_at = shared_time() + KEPT_SECONDS
         self._neighbours.clear()
+        self._diallers.clear()
         if len(seat.placement.seats) == 1:
             self._say(Linked(seat.epoch))
 
@@ -412,11 +432,15 @@ class FakeRunner:
             for role, neighbour in list(self._neighbours.items()):
                 if neighbour.dead and self.network.passes(neighbour.node_id, self.node_id):
                     self._break(role, neighbour.dead)
+            if any(one.dead and self.network.passes(one.node_id, self.node_id) for one in self._diallers):
+                self._diallers.clear()
+                self._keep()
             await self._pause(0.02)
 
     def _break(self, role: ChannelRole, why: str) -> None:
         if not self._broken:
             self._broken = True
+            self._keep()
             self._neighbours.clear()
             self._drop_sessions(f"the {role} channel broke: {why}")
             assert self._seat is not None
@@ -430,8 +454,19 @@ class FakeRunner:
             hangs = self._hangs_since if self._seat is not None else None
             busy = shared_time() - hangs if hangs is not None else 0.0
             if not self._is_frozen:
-                counts = (self._steps, busy, len(self.sessions), 0, 1000, 0, 1000, self._usual_seconds, self._tokens)
-                self._say(Heartbeat(*counts))
+                cached = sum(self.held.values())
+                counts = (
+                    self._steps,
+                    busy,
+                    len(self.sessions),
+                    0,
+                    1000,
+                    cached,
+                    1000,
+                    self._usual_seconds,
+                    self._tokens,
+                )
+                self._say(Heartbeat(*counts, kept_bytes=self.kept))
 
     def take_channel(self, channel: FakeChannel) -> None:
         """An origin has dialled."""
@@ -491,6 +526,22 @@ class FakeRunner:
         finally:
             if self.sessions.get(session.session_id, (None, None))[1] is scope:
                 del self.sessions[session.session_id]
+                self._forget(session.session_id)
+
+    def _forget(self, session_id: SessionId) -> None:
+        """Head: the session has ended; each stage hears of it from the one before, if it is still there."""
+        runner: FakeRunner | None = self
+        while runner is not None and not runner.dead:
+            runner.held.pop(session_id, None)
+            following = runner._neighbours.get("activations")  # noqa: SLF001 - one of us
+            is_cut = following is None or not self.network.passes(runner.node_id, following.node_id)
+            runner = None if is_cut else following
+
+    def _keep(self) -> None:
+        """The pipeline is broken: what its sessions have may be of use to them yet."""
+        self._kept = {**self._kept, **self.held} if shared_time() < self._lapses_at else dict(self.held)
+        self._lapses_at = math.inf
+        self.held.clear()
 
     async def _step(self, seat: LoadSeat, session_id: SessionId, start: int, tokens: int) -> FakeRunner | None:
         """`tokens` tokens through every stage; the last one, or None if a stage is gone."""
@@ -522,6 +573,8 @@ class FakeRunner:
         seat = self._seat
         if self.dead or self._broken or seat is None or seat.epoch != step.epoch:
             return None
+        self._kept.pop(step.session_id, None)
+        self.held[step.session_id] = step.start + step.tokens
         self._steps += 1
         self._usual_seconds = 0.01 if step.tokens == 1 else self._usual_seconds
         self._fabric.witness(step)

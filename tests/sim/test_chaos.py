@@ -6,9 +6,12 @@ A failure prints the command that plays it again.
 from __future__ import annotations
 
 import math
+import random
 from itertools import pairwise
 
 import pytest
+import trio
+import trio.testing
 
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.testing.chaos import (
@@ -25,7 +28,8 @@ from meshinfer.testing.chaos import (
     rest_violations,
     scenarios,
 )
-from meshinfer.testing.chaos_room import play
+from meshinfer.testing.chaos_room import NODE_BYTES, SPEED, play, read_node
+from meshinfer.testing.cluster import Cluster
 from meshinfer.topology.placement import Placement, Seat
 
 SEEDS = 1
@@ -160,6 +164,7 @@ def reading(node: str, **more: object) -> Reading:
         "sessions": 0,
         "runners": 1,
         "seats": 1,
+        "runner_files": (20,),
     }
     return Reading(node=node, **{**fields, **more})  # type: ignore[arg-type]
 
@@ -172,6 +177,7 @@ def reading(node: str, **more: object) -> Reading:
         {"runners": 2},
         {"tasks": 1},
         {"files": 50},
+        {"runner_files": (50,)},
         {"cache_bytes": 1},
         {"members": frozenset("abc")},
         {"instances": (("i", 2, "p", "ready"),)},
@@ -181,6 +187,35 @@ def test_every_trace_that_is_left_on_a_node_is_seen(wrong: dict[str, object]) ->
     before = [reading("a"), reading("b")]
     assert rest_violations(before, before) == []
     assert rest_violations(before, [reading("a"), reading("b", **wrong)]) != []
+
+
+def test_what_stages_hold_of_an_answer_is_read_while_they_do_and_what_broke_off_until_it_lapses() -> None:
+    async def main() -> None:
+        cluster = Cluster(random.Random(1), memory_bytes=NODE_BYTES, speed=SPEED)
+        holders: list[int] = []
+
+        def holding(what: str) -> int:
+            return sum(getattr(read_node(cluster, node), what) > 0 for node in cluster.live())
+
+        async with cluster.running(4):
+            origin = cluster.nodes[0]
+            await cluster.ask(origin, cluster.request((1, 2), 5), lambda _: holders.append(holding("cache_bytes")))
+            assert holders[0] == 3
+            await cluster.until(lambda: not holding("cache_bytes"))
+            (instance,) = origin.instances()
+            lost = next(one for one in instance.placement.node_ids if one != origin.node_id)
+            with trio.CancelScope() as client:
+
+                def on_token(index: int) -> None:
+                    if index == 2:
+                        cluster.kill(next(node for node in cluster.live() if node.node_id == lost))
+                        client.cancel()
+
+                await cluster.ask(origin, cluster.request((1, 2), 50), on_token)
+            await cluster.until(lambda: holding("kept_bytes") > 0 and not holding("cache_bytes"))
+            await cluster.until(lambda: not holding("kept_bytes"))
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_what_is_kept_for_nobody_is_seen() -> None:
