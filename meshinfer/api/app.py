@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import trio
@@ -18,13 +19,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshinfer.api.backend import Backend
 from meshinfer.api.connections import PATIENCE_SECONDS, serve_connections
 from meshinfer.api.control import ControlApi
-from meshinfer.api.errors import NotFound, headers_of, openai_body, status_of
+from meshinfer.api.errors import MethodNotAllowed, NotFound, headers_of, openai_body, status_of
 from meshinfer.api.guard import Guard, require_key
 from meshinfer.api.health import HealthApi
 from meshinfer.api.inference import InferenceApi
@@ -156,6 +157,13 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:128]}: {error.detail}"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        # Starlette's own header knows the first route of a path only, and a path may have one for each method.
+        matching = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+        allowed = ", ".join(sorted({method for route in matching for method in route.methods}))
+        response = _respond(MethodNotAllowed(what, expected=allowed))
+        response.headers["allow"] = allowed
+        return response
     response = _respond(NotFound(what, do="GET / tells what there is"), error.status_code)
     response.headers.update(error.headers or {})
     return response

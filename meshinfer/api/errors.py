@@ -6,6 +6,7 @@
 | invalid_api_key          | 401    | send the key                            |
 | forbidden                | 403    | come by the right address               |
 | model_not_found, instance_not_found, not_found | 404 | ask for another            |
+| method_not_allowed       | 405    | use one of `Allow`                      |
 | refused                  | 409    | look at the mesh again                  |
 | body_too_large           | 413    | send less                               |
 | queue_full               | 429    | wait (`Retry-After`)                    |
@@ -48,6 +49,12 @@ class NotFound(BadInput):
     code = "not_found"
 
 
+class MethodNotAllowed(BadInput):
+    """There is such a path, for another method."""
+
+    code = "method_not_allowed"
+
+
 class NotAllowed(MeshinferError):
     """No key, or a wrong one."""
 
@@ -81,6 +88,7 @@ _STATUS = {
     "not_found": 404,
     "model_not_found": 404,
     "instance_not_found": 404,
+    "method_not_allowed": 405,
     "refused": 409,
     "body_too_large": 413,
     "queue_full": 429,

@@ -133,6 +133,15 @@ async def test_errors_have_one_shape(tmp_path: Path, method: str, path: str, sta
     assert len(answer.headers["x-request-id"]) == 32
 
 
+async def test_another_method_is_told_which_there_are(tmp_path: Path):
+    async with running(tmp_path) as server:
+        answer = await server.http("PUT", "/instance")
+        nowhere = await server.http("PUT", "/nowhere")
+    assert (answer.json()["error"]["code"], answer.headers["allow"]) == ("method_not_allowed", "GET, HEAD, POST")
+    assert "expected GET, HEAD, POST" in answer.json()["error"]["message"]
+    assert nowhere.json()["error"]["code"] == "not_found"
+
+
 async def test_what_the_node_believes(tmp_path: Path):
     async with running(tmp_path) as server:
         await server.http("POST", "/v1/chat/completions", json=ASK)

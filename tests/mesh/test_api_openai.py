@@ -419,3 +419,11 @@ async def test_models_are_listed_as_openai_lists_them(tmp_path: Path):
             await server.openai(lambda client: client.models.retrieve("who/knows"))
     assert [model.id for model in listed] == [one.id] == [MODEL]
     assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "who/knows"])
+async def test_who_asks_for_a_model_that_is_not_here_is_told_which_are(tmp_path: Path, name: str):
+    async with running(tmp_path) as server:
+        for ask in (lambda client: _whole(client, model=name), lambda client: client.models.retrieve(name)):
+            with pytest.raises(openai.NotFoundError, match=f"'{name}'.*: {MODEL}"):
+                await server.openai(ask)
