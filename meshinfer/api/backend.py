@@ -101,7 +101,8 @@ class Backend(Protocol):
     def generate(self, request: GenerateRequest) -> AbstractAsyncContextManager[EventStream]:
         """Run `request`. Events end with `Finished`; the stream's `receive` raises a MeshinferError if it fails.
 
-        Entering raises NoRoom when this node's queue is full. Leaving cancels the session on every stage.
+        Entering raises NoRoom when this node's queue is full, NodeLeaving when it takes no more. Leaving the
+        context cancels the session on every stage.
         """
         ...
 

@@ -11,6 +11,7 @@
 | body_too_large           | 413    | send less                               |
 | queue_full               | 429    | wait (`Retry-After`)                    |
 | no_room, peer_lost       | 503    | wait (`Retry-After`)                    |
+| node_leaving             | 503    | ask another node                        |
 | deadline_exceeded        | 504    | ask for less, or try again              |
 | protocol_error           | 502    | report it: two of our nodes disagree    |
 | anything else            | 500    | report it                               |
@@ -95,6 +96,7 @@ _STATUS = {
     "corrupt_model": 500,
     "protocol_error": 502,
     "no_room": 503,
+    "node_leaving": 503,
     "peer_lost": 503,
     "deadline_exceeded": 504,
 }

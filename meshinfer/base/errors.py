@@ -56,6 +56,12 @@ class NoRoom(MeshinferError):
     code = "no_room"
 
 
+class NodeLeaving(MeshinferError):
+    """The node that was asked is leaving: it takes no request, or could not bring one to its end in time."""
+
+    code = "node_leaving"
+
+
 class Refused(MeshinferError):
     """A node refused a lease, a command or a frame, with its reason (also: a stale epoch)."""
 
@@ -94,6 +100,7 @@ ERRORS_BY_CODE: dict[str, type[MeshinferError]] = {
         UnknownModel,
         UnknownInstance,
         NoRoom,
+        NodeLeaving,
         Refused,
         PeerLost,
         DeadlineExceeded,

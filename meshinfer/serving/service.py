@@ -33,14 +33,14 @@ class Serving(NamedTuple):
         return cls(ports, seats, planner, placer, links, Sessions(ports, placer, links))
 
     async def leave(self, reason: str) -> None:
-        """Take nothing new, give its seats to others while the requests of this node's own clients end, free the rest."""
+        """Take nothing new, give its seats to others, let the requests of this node's own clients end, free the rest."""
         self.ports.drain()
         try:
             async with trio.open_nursery() as handing_over:
-                handing_over.start_soon(self.sessions.drain)
                 for instance in self.ports.instances():
                     if self.ports.node_id in instance.placement.node_ids and instance.state != "broken":
                         handing_over.start_soon(self.placer.hand_over, instance)
+            await self.sessions.drain()
         finally:
             await self.seats.release_all(reason)
 

@@ -25,6 +25,7 @@ from meshinfer.base.errors import (
     BadInput,
     DeadlineExceeded,
     MeshinferError,
+    NodeLeaving,
     NoRoom,
     PeerLost,
     UnknownModel,
@@ -43,7 +44,9 @@ log = logging.getLogger(__name__)
 EVENT_BUFFER = 16
 """Between a session and its HTTP response: enough for a burst; beyond it the session's own queue holds the rest."""
 DRAIN_SECONDS = 15.0
-"""How long a node that is asked to leave waits for its own clients' answers. Raising it keeps the person waiting."""
+"""How long a node that leaves waits for its own clients' answers once its seats are others', since until then they may
+have stood still. With the 20 s for that it is within the agent's 45 s. Raising it keeps the person waiting."""
+_ELSEWHERE = "ask again at another node"
 SILENCE_SECONDS = 1.0
 """Without a token, while a node of the instance does not answer pings either: then it is not slow but gone."""
 LOOK_SECONDS = 0.1
@@ -110,6 +113,8 @@ class Sessions:
         self._running: dict[SessionId, trio.CancelScope] = {}
         """All and only requests in flight, each with what ends it."""
         self._nursery: trio.Nursery | None = None
+        self._is_drained = False
+        """What runs still is ended because this node leaves."""
 
     async def run(self) -> None:
         """Own the tasks of all requests until cancelled."""
@@ -134,8 +139,18 @@ class Sessions:
         return False, f"the request tasks did not answer within {READY_SECONDS:.0f} s"
 
     async def drain(self) -> None:
-        """Wait a while for the requests in flight; a node that drains takes no more."""
-        with trio.move_on_after(DRAIN_SECONDS):
+        """Wait a while for the requests in flight, then end those that are left, each with an error that says so.
+
+        A node that drains takes no more.
+        """
+        await self._until_none_runs(DRAIN_SECONDS)
+        self._is_drained = True
+        for scope in self._running.values():
+            scope.cancel()
+        await self._until_none_runs(CANCEL_SECONDS)
+
+    async def _until_none_runs(self, seconds: float) -> None:
+        with trio.move_on_after(seconds):
             while self._running:  # noqa: ASYNC110 - each ends in its own place; a tenth of a second is soon enough
                 await trio.sleep(0.1)
 
@@ -156,12 +171,15 @@ class Sessions:
 
         Raises:
             NoRoom: this node has as many requests as it may.
+            NodeLeaving: it takes no more.
         """
         limit = self._ports.settings.request_queue_limit
         if len(self._running) >= limit:
             raise NoRoom(f"this node has {limit} requests in flight", do="try again in a moment, or ask another node")
-        if self._nursery is None or self._ports.is_draining:
-            raise NoRoom("this node is starting or about to leave", do="ask another node")
+        if self._ports.is_draining:
+            raise NodeLeaving("this node is leaving", do=_ELSEWHERE)
+        if self._nursery is None:
+            raise NoRoom("this node is starting", do="try again in a moment, or ask another node")
         events, scope, done = EventStream(EVENT_BUFFER), trio.CancelScope(), trio.Event()
         self._running[request.session_id] = scope
         # Not in a nursery of our own: what the reader raises would come out wrapped in a group.
@@ -191,7 +209,9 @@ class Sessions:
             error = failure
         finally:
             done.set()
-        if scope.cancelled_caught:
+        if scope.cancelled_caught and self._is_drained:
+            error = NodeLeaving("this node is leaving, and the answer was not complete in time", do=_ELSEWHERE)
+        elif scope.cancelled_caught:
             error = GenerationFailed("the request was cancelled")
         events.end(error)
 

@@ -285,7 +285,7 @@ FILES_SLACK = 12
 processes compares with the first reading of each, so that a leak of one a run shows too."""
 RUNNER_FILES_SLACK = 6
 """A stage may become the first or the last, which origins have channels to. More than any had before are leaked."""
-TYPED = frozenset(("no_room", "peer_lost", "deadline_exceeded", "generation_failed", "model_not_found"))
+TYPED = frozenset(("no_room", "peer_lost", "deadline_exceeded", "generation_failed", "model_not_found", "node_leaving"))
 """Codes that an answer may end with when nodes are lost: each says what it means. `internal` is none of them."""
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -182,6 +183,32 @@ def test_a_start_that_fails_makes_no_mesh(tmp_path: Path):
     meshinfer("up", "--no-discovery", "--api-host", "0.0.0.0", "--api-port", "0", home=tmp_path)
 
     assert remembered_code(tmp_path) is None
+
+
+def test_who_still_waits_when_it_leaves_is_told_so_and_asks_another(tmp_path: Path, model_store: Path):
+    (tmp_path / "models").symlink_to(model_store)
+    options = ["--no-discovery", "--memory", "2GiB", "--context", "8192", "--concurrency", "2"]
+    # Its two stop tokens are never said: much longer than the 15 s that a node waits.
+    wish = {"model": MODEL, "messages": [{"role": "user", "content": "Count."}], "logit_bias": {"0": -100, "2": -100}}
+    with agent(tmp_path, *options) as ending, ThreadPoolExecutor(1) as pool:
+        url = f"{ending.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json={**wish, "stream": True}, timeout=60) as streamed:
+            lines = streamed.iter_lines()
+            assert next(lines)
+            whole = pool.submit(httpx.post, url, json=wish, timeout=60)
+            wait_until(lambda: sessions(ending) == 2, 30, "both are being answered")
+            ending.process.send_signal(signal.SIGTERM)
+            *_, last = [line.removeprefix("data: ") for line in lines if line]
+        told = json.loads(last)["error"]
+        assert told["code"] == "node_leaving"
+        assert "Ask again at another node." in told["message"]
+        assert (whole.result().status_code, whole.result().json()) == (503, {"error": told})
+        assert ending.process.wait(STOP_SECONDS) == 0
+
+
+def sessions(agent: RunningAgent) -> int:
+    runners = httpx.get(f"{agent.url}/state", timeout=10).json()["runners"]
+    return sum(runner["sessions"] for runner in runners)
 
 
 def test_the_code_of_one_lets_the_other_in(tmp_path: Path, model_store: Path):

@@ -12,7 +12,7 @@ import pytest
 import trio
 from api_server import ASK, MODEL, running
 
-from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NoRoom, PeerLost
+from meshinfer.base.errors import DeadlineExceeded, MeshinferError, NodeLeaving, NoRoom, PeerLost
 from meshinfer.testing.backend import FakeBackend, Script
 
 
@@ -208,6 +208,7 @@ async def test_a_prompt_too_long_is_told_both_numbers(tmp_path: Path):
     [
         (NoRoom("the mesh is full"), 503, "5"),
         (PeerLost("a node left"), 503, "5"),
+        (NodeLeaving("this node is leaving"), 503, "5"),
         (DeadlineExceeded("too slow"), 504, None),
         (MeshinferError("a bug"), 500, None),
     ],

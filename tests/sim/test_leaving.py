@@ -16,7 +16,7 @@ import trio
 import trio.testing
 from whole_agents import three_of
 
-from meshinfer.base.errors import NoRoom, PeerLost
+from meshinfer.base.errors import NodeLeaving, NoRoom, PeerLost
 from meshinfer.base.ids import NodeId
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
@@ -83,7 +83,7 @@ async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: Clock
         other = cluster.nodes[0]
         async with leaving(cluster, cluster.nodes[3], cluster.nodes[:3]) as leaver:
             assert (await leaver.serving.sessions.ready())[0] is False
-            with pytest.raises(NoRoom, match="about to leave"):
+            with pytest.raises(NodeLeaving, match="Ask again at another node"):
                 await cluster.ask(leaver, cluster.request((1,), 2))
             place = Place(cluster.model.model_id, WORKLOAD, Constraints(nodes=(leaver.node_id,)))
             with pytest.raises(NoRoom, match="leaving the mesh"):
@@ -95,6 +95,29 @@ async def test_it_takes_no_request_no_seat_and_no_planning(autojump_clock: Clock
             lease = Lease(instance.instance_id, 9, instance.placement, 0, 1)
             with pytest.raises(PeerLost, match="about to leave"):
                 await other.serving.ports.call(leaver.node_id, LEASE, encode(lease), 5.0)
+
+
+async def test_an_answer_that_is_not_complete_in_time_ends_with_an_error_that_says_so(autojump_clock: Clock) -> None:
+    async with three_of(5, replace(SPEED, step_seconds=0.1)) as cluster:
+        leaver = cluster.nodes[0]
+        await place_on(cluster, leaver, cluster.nodes[:3])
+        begun = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leave_for_good, cluster, leaver, begun, 0.0)
+            with pytest.raises(NodeLeaving, match=r"not complete .* Ask again at another node"):
+                await cluster.ask(leaver, cluster.request((5,), TOKENS), lambda _: begun.set())
+
+
+async def test_an_answer_that_its_hand_over_held_up_has_time_to_end_after_it(autojump_clock: Clock) -> None:
+    """So slow a load that the layers are cut over before they are there: the answer stands still until they are."""
+    async with three_of(5, replace(SPEED, load_seconds=18.0, step_seconds=0.06)) as cluster:
+        origin = cluster.nodes[0]
+        await place_on(cluster, origin, cluster.nodes[:3])
+        begun = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leave_for_good, cluster, origin, begun, 0.0)
+            answer = await cluster.ask(origin, cluster.request((5,), TOKENS), lambda _: begun.set())
+        assert answer == exact_answer((5,), 7, TOKENS)
 
 
 async def test_why_nobody_takes_its_seats_is_told_with_the_numbers(
