@@ -111,6 +111,8 @@ class Scenario:
     """As many nodes as the model needs at least."""
     skew_seconds: float = 0.0
     """How far the clocks of one node, which the seed picks, are ahead of the others', from the start."""
+    outlasts: bool = False
+    """The first two clients' answers go on when the faults are over."""
     ends: Literal["success", "error", "either"] = "success"
     """What the clients of live origins must see. either: the fault outlasts what a request waits for, or hits the
     origin itself."""
@@ -161,6 +163,10 @@ def scenarios() -> tuple[Scenario, ...]:
             found.append(Scenario(f"stop {part} for {seconds:.0f} s", (Fault("stop", part, seconds=seconds),)))
         origin = (Fault("stop", "origin", seconds=seconds),)
         found.append(Scenario(f"stop origin for {seconds:.0f} s", origin, ends="either"))
+    origin = (Fault("stop", "origin", seconds=10.0),)
+    found.append(Scenario("stop origin for 10 s in a long answer", origin, nodes=6, outlasts=True))
+    origin = (Fault("cut off", "origin", seconds=15.0),)
+    found.append(Scenario("cut off origin for 15 s in a long answer", origin, nodes=6, outlasts=True, ends="either"))
     for moment in moments:
         found.append(Scenario(f"kill origin at {moment}", (Fault("kill", "origin", moment),), nodes=6))
     # Asked to leave, a node lets its own clients' answers end and has its seats loaded elsewhere: nobody sees an error.
@@ -173,7 +179,9 @@ def scenarios() -> tuple[Scenario, ...]:
         )
     found.append(Scenario("kill a bystander", (Fault("kill", "bystander"),)))
     found.append(Scenario("kill and restart middle", (Fault("kill", "middle", seconds=1.0),)))
-    found.append(Scenario("split for 10 s", (Fault("split", "origin", seconds=10.0),), nodes=6))
+    split = (Fault("split", "origin", seconds=10.0),)
+    found.append(Scenario("split for 10 s", split, nodes=6))
+    found.append(Scenario("split for 10 s in a long answer", split, nodes=6, outlasts=True))
     found.append(Scenario("cut off middle for 10 s", (Fault("cut off", "middle", seconds=10.0),)))
     for part in ("head", "last"):
         found.append(Scenario(f"deafen {part} for 10 s", (Fault("deafen", part, seconds=10.0),)))

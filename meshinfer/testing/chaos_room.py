@@ -30,6 +30,7 @@ from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Finished, Generated, Waiting
 from meshinfer.testing.chaos import (
     BETWEEN,
+    FREED_SECONDS,
     HOUR_SECONDS,
     OF_RUNNERS,
     Answer,
@@ -196,6 +197,8 @@ class _Run:
         self._k = rng.randrange(1, TOKENS * 3 // 4)
         self._session: SessionId
         """The first client's."""
+        self._in_vain: set[str] = set()
+        """Who computed for an origin that had vanished."""
         self._connections: dict[NodeId, list[tuple[trio.CancelScope, Answer]]] = defaultdict(list)
         """By origin; a client's end of its connection."""
 
@@ -228,7 +231,7 @@ class _Run:
             rest += await self._serves_again() if self.scenario.ends == "error" else []
             watching.cancel_scope.cancel()
         violations = [v for answer in self.answers for v in answer_violations(answer, self._ends(answer))] + rest
-        violations += faults_not_made(self.scenario.faults, self.made) + self.witness.violations
+        violations += faults_not_made(self.scenario.faults, self.made) + self.witness.violations + list(self._in_vain)
         return Outcome(
             self.scenario.name,
             self.seed,
@@ -262,8 +265,9 @@ class _Run:
         hit = {node for part in parts for node in self._players(part)} | {self.origin.node_id} | self._may_replace()
         others = [node for node in self.cluster.nodes if node.node_id not in hit] or [self.origin]
         is_left = any((fault.deed, fault.part) == ("kill", "origin") for fault in self.scenario.faults)
-        first = LONG_TOKENS if is_left else TOKENS
-        return (self.origin, first), (self.rng.choice(others), TOKENS), (self.rng.choice(others), 5)
+        first = LONG_TOKENS if is_left or self.scenario.outlasts else TOKENS
+        second = LONG_TOKENS if self.scenario.outlasts else TOKENS
+        return (self.origin, first), (self.rng.choice(others), second), (self.rng.choice(others), 5)
 
     def _players(self, part: Part) -> list[NodeId]:
         """Who may play that part now."""
@@ -462,6 +466,8 @@ class _Run:
                 raise ValueError(f"{fault.deed}: a simulated machine has no such thing")
         if not math.isfinite(fault.seconds):
             return
+        if fault.deed in {"stop", "cut off"}:
+            self._nursery.start_soon(self._see_it_forgotten, node, fault.seconds)
         await trio.sleep(fault.seconds)
         if fault.deed == "kill":
             await self.cluster.restart(node)
@@ -471,6 +477,16 @@ class _Run:
         else:
             network.heal()
         log.info("%.3f: %s %s is over", shared_time(), fault.deed, fault.part)
+
+    async def _see_it_forgotten(self, vanished: SimNode, seconds: float) -> None:
+        """Once it has been away for FREED_SECONDS, nobody computes for it."""
+        if seconds <= FREED_SECONDS:
+            return
+        await trio.sleep(FREED_SECONDS)
+        for runner in self.cluster.fabric.runners:
+            for channel, _ in runner.sessions.values():
+                if channel.origin == vanished.node_id != runner.node_id:
+                    self._in_vain.add(f"4: {runner.node_id} computes for {vanished.node_id}, which has vanished")
 
     async def _leave(self, node: SimNode) -> None:
         """As the agent does it; then its process ends."""

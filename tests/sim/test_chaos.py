@@ -46,7 +46,7 @@ def kinds(scenario: Scenario) -> set[object]:
     if others:
         return {scenario}
     passes = math.isfinite(fault.seconds)
-    stage = (fault.deed, passes, scenario.nodes, scenario.ends, scenario.skew_seconds != 0)
+    stage = (fault.deed, passes, scenario.nodes, scenario.outlasts, scenario.ends, scenario.skew_seconds != 0)
     shown = {"part": fault.part, "moment": fault.moment, "seconds": fault.seconds, "skew": scenario.skew_seconds}
     return {(*stage, *pair) for pair in shown.items()}
 

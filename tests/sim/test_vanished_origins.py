@@ -13,6 +13,8 @@ from meshinfer.testing.engine import exact_answer
 WORKLOAD = Workload(context_tokens=4096, concurrency=4)
 PROMPT, SEED, TOKENS = (1, 2, 3), 5, 1000
 """Some thirty seconds of an answer."""
+SLEEP_SECONDS = 10.0
+"""Its session is freed after eight. Longer, and the simulated origin, whose own timers go on, gives its answer up."""
 
 
 async def an_origin_without_a_seat(cluster: Cluster) -> SimNode:
@@ -50,7 +52,7 @@ async def test_an_answer_goes_on_when_its_origin_wakes_after_its_session_was_fre
 
         async def sleep() -> None:
             cluster.stop(origin)
-            await trio.sleep(FREED_SECONDS)
+            await trio.sleep(SLEEP_SECONDS)
             freed.append(sessions(cluster))
             cluster.resume(origin)
 
