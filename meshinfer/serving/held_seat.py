@@ -35,7 +35,7 @@ class HeldSeat:
     begun_epoch: int
     """The first that its placing tried."""
     promised_bytes: int
-    """0 once it is cut or failed."""
+    """0 once it is cut or failed, and while it outlives its instance."""
     state: SeatState
     lapses_at: float
     """leased: when the promise ends. Loaded ahead: when nobody will come for it. cut: when the layers are given up. failed: when the seat is forgotten."""
@@ -51,7 +51,9 @@ class HeldSeat:
     error: str = ""
     error_code: str = ""
     warm_bytes: int = 0
-    """cut: what its runner still holds, or is about to, until somebody needs it."""
+    """cut, or outlives: what its runner still holds, or is about to, until somebody needs it."""
+    outlives: bool = False
+    """ready: another placement of its instance has won, and it goes on with the sessions that it has."""
     others_load: bool = False
     """Some seat beside it is not loaded yet."""
     alone_since: float | None = None

@@ -43,6 +43,8 @@ Heard = tuple[NodeId, RunnerRecord]
 class LinkKey:
     instance_id: InstanceId
     epoch: int
+    placement_id: str
+    """Two sides of a partition may have one each in the same epoch."""
 
 
 class OriginLink:
@@ -187,7 +189,7 @@ class OriginLinks:
         Raises:
             PeerLost: its runners cannot be reached.
         """
-        key = LinkKey(instance.instance_id, instance.epoch)
+        key = LinkKey(instance.instance_id, instance.epoch, instance.placement.placement_id)
         lock = self._connecting.setdefault(key, trio.Lock())
         try:
             async with lock:

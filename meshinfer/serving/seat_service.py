@@ -489,7 +489,8 @@ class SeatService:
             not_lost = topology.by_id.keys() | strangers
             effects = self._ledger.view_changed(instances(topology, strangers), not_lost, now)
             await self._perform(effects)
-            with trio.move_on_at(self._ports.acquaintance.next_wakeup(now)):
+            look_again_at = now + REPORT_SECONDS if self._ledger.is_outliving else math.inf
+            with trio.move_on_at(min(look_again_at, self._ports.acquaintance.next_wakeup(now))):
                 await watch.changed()
 
     async def _watch_clock(self) -> None:

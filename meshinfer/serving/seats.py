@@ -18,6 +18,9 @@ node held of the instance before. Where it gives this node the very layers that 
 under the new epoch: repairing an instance loads only what was lost. One that still loads them is cut like one that has
 them, and goes on loading: meanwhile, and as the next epoch's. So is what a repair had taken over that failed.
 
+Where two sides of a partition meet and the other's placement has won, a seat with sessions outlives its instance: it goes
+on with them until its memory is needed (docs/decisions/0002-instances-have-predictable-ids.md).
+
 Whether the runner of a loaded seat still does anything is told by `serving.runner_watch`.
 
 A seat may be loaded ahead (as epoch 0): for the next epoch, while the present one goes on without it. The commit of that
@@ -383,7 +386,13 @@ class SeatLedger:
                 seat.last_progress_at = now  # only from here on is it for this seat to be linked
             seat.others_load = others_load
             gone = [node for node in seat.placement.node_ids if node not in not_lost]
-            if instance.epoch > seat.key.epoch and (self._is_awaited(seat) or instance.is_half_made):
+            may_outlive = (seat.key.epoch, seat.placement.placement_id) in instance.outlived
+            if may_outlive and seat.state == "ready" and not self._is_awaited(seat):
+                # Two sides of a partition have met. Its origins lose nothing by the other's victory.
+                if not instance.is_half_made:
+                    self._promise_no_more(seat)
+                    seat.outlives = True
+            elif instance.epoch > seat.key.epoch and (self._is_awaited(seat) or instance.is_half_made):
                 # The news of the lease may be quicker than the commit: a repair would load what is here already. And it
                 # may never be committed, and its repair want these layers.
                 effects += self._cut(seat, f"epoch {instance.epoch} is about to take its place", now)
@@ -397,6 +406,9 @@ class SeatLedger:
                 effects += self._cut(seat, f"another seat failed: {instance.error}", now)
             elif seat.planner is not None and seat.planner not in not_lost and instance.is_half_made:
                 effects += self._cut(seat, "its planner is gone and has left it half made", now)
+            elif seat.outlives:  # who won is gone
+                seat.outlives = False
+                seat.promised_bytes, seat.warm_bytes = seat.warm_bytes, 0
             elif not instance.missing:
                 seat.alone_since = None
                 seat.planner = seat.planner if instance.is_half_made else None
@@ -435,6 +447,11 @@ class SeatLedger:
         return min(due, default=None)
 
     # --- what can be asked ----------------------------------------------------------------------
+
+    @property
+    def is_outliving(self) -> bool:
+        """Some seat will be given up as soon as the cards say that it has no session any more, which is no news to a watch."""
+        return any(seat.outlives for seat in self._seats.values())
 
     @property
     def promised_bytes(self) -> int:
@@ -479,12 +496,18 @@ class SeatLedger:
             for new in self._seats.values()
         )
 
+    @staticmethod
+    def _promise_no_more(seat: HeldSeat) -> None:
+        """Whoever needs the memory gets it (`commit`)."""
+        if seat.promised_bytes:
+            seat.warm_bytes, seat.promised_bytes = seat.promised_bytes, 0
+
     def _make_room(self) -> list[SeatEffect]:
-        """Give up warm layers, those that were cut first, as far as promises need their memory."""
+        """Give up warm layers, those that were cut first and those with sessions last, as far as promises need their memory."""
         effects: list[SeatEffect] = []
-        for seat in sorted(self._seats.values(), key=lambda seat: (seat.lapses_at, seat.key.instance_id)):
+        for seat in sorted(self._seats.values(), key=lambda s: (s.outlives, s.lapses_at, s.key.instance_id)):
             held = self.promised_bytes + sum(other.warm_bytes for other in self._seats.values())
-            if seat.state == "cut" and held > self._usable_bytes:
+            if (seat.state == "cut" or seat.outlives) and held > self._usable_bytes:
                 effects += self._drop(seat, "its memory is needed")
         return effects
 
@@ -500,8 +523,8 @@ class SeatLedger:
         if self._is_overdue(seat, now):  # it is to blame, and no help to a repair
             return self.fail(seat.key, f"its runner was overdue when this was lost: {why}", now, at_once=True)
         seat.state, seat.error, seat.lapses_at = "cut", why[:512], now + WARM_SECONDS
-        # No longer promised: whoever needs the memory gets it (`commit`).
-        seat.warm_bytes, seat.promised_bytes = seat.promised_bytes, 0
+        self._promise_no_more(seat)
+        seat.outlives = False
         seat.linked, seat.sessions, seat.alone_since = False, 0, None
         return []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshinfer.base.ids import InstanceId, NodeId
@@ -43,6 +43,9 @@ class Instance:
     error: str = ""
     error_code: str = ""
     """See `SeatReport.error_code`."""
+    outlived: frozenset[tuple[int, str]] = frozenset()
+    """(epoch, placement id) of those that lost to this one, are whole all the same, and have sessions: the other side of
+    a partition was served with them."""
 
     @property
     def missing(self) -> tuple[NodeId, ...]:
@@ -68,7 +71,8 @@ def instances(topology: Topology, strangers: Collection[NodeId] = ()) -> tuple[I
     `strangers` are not alive here, and not lost either: not heard of yet (`acquaintance`).
 
     Two placements that claim one (instance, epoch), after two planners each saw half the mesh: the
-    lower placement id wins on every node, and holders of the other free it.
+    lower placement id wins on every node, and holders of the other free it when they have brought to its end what they
+    have begun.
     """
     placements: dict[tuple[InstanceId, int], dict[str, Placement]] = defaultdict(dict)
     for card in topology.nodes:
@@ -78,13 +82,20 @@ def instances(topology: Topology, strangers: Collection[NodeId] = ()) -> tuple[I
             # A card speaks for its own seats only, of placements that are whole: one node's mistake hides no instance.
             if placement and seat.epoch != AHEAD and _holds(card.node_id, seat, placement):
                 placements[(seat.instance_id, seat.epoch)][seat.placement_id] = placement
-    newest: dict[InstanceId, int] = {}
-    for instance_id, epoch in placements:
-        newest[instance_id] = max(epoch, newest.get(instance_id, 0))
+    claims: dict[InstanceId, list[tuple[int, str]]] = defaultdict(list)
+    for (instance_id, epoch), rivals in placements.items():
+        claims[instance_id] += [(epoch, placement_id) for placement_id in rivals]
     found: list[Instance] = []
-    for instance_id, epoch in sorted(newest.items()):
-        rivals = placements[(instance_id, epoch)]
-        found.append(_derive(topology, instance_id, epoch, rivals[min(rivals)], strangers))
+    for instance_id in sorted(claims):
+        epoch, placement_id = winner = min(claims[instance_id], key=lambda claim: (-claim[0], claim[1]))
+        instance = _derive(topology, instance_id, epoch, placements[instance_id, epoch][placement_id], strangers)
+        outlived = frozenset(
+            (epoch, placement_id)
+            for epoch, placement_id in claims[instance_id]
+            if (epoch, placement_id) != winner
+            and _serves(topology, instance_id, epoch, placements[instance_id, epoch][placement_id])
+        )
+        found.append(replace(instance, outlived=outlived) if outlived else instance)
     return tuple(found)
 
 
@@ -113,6 +124,13 @@ def _derive(
     told = min(failed, key=lambda report: (report.state != "failed", not report.error_code), default=None)
     error, code = (told.error, told.error_code) if told else ("", "")
     return Instance(instance_id, epoch, placement, state, progress, reports, error, code)
+
+
+def _serves(topology: Topology, instance_id: InstanceId, epoch: int, placement: Placement) -> bool:
+    """Whether a placement that lost is whole, and somebody's answer is on its way through it."""
+    reports = [report_of(topology, instance_id, epoch, placement, index) for index in range(len(placement.seats))]
+    is_whole = all(report is not None and report.state == "ready" for report in reports)
+    return is_whole and any(report is not None and report.sessions for report in reports)
 
 
 def report_of(

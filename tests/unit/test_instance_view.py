@@ -88,6 +88,27 @@ def test_what_is_loaded_ahead_is_no_instance_yet_and_changes_none():
     assert seen(ahead, holding("ada", report(0))) == seen(holding("bea"), holding("ada", report(0)))
 
 
+@pytest.mark.parametrize("epoch_of_who_won", [1, 2])
+def test_who_lost_and_still_serves_is_named_with_who_won(epoch_of_who_won):
+    """Two sides of a partition that meet; the loser is whole, and somebody's answer is on its way through it."""
+    one = replace(PLACED, seats=(Seat(IDS[0], 0, 3), Seat(IDS[1], 3, 6)))
+    two = replace(PLACED, seats=(Seat(NodeId("dan"), 0, 2), Seat(NodeId("eve"), 2, 6)))
+    won, lost = sorted((one, two), key=lambda placement: placement.placement_id)
+
+    def named(state="ready", sessions=1):
+        (won_first, won_last), (lost_first, lost_last) = won.node_ids, lost.node_ids
+        return seen(
+            holding(won_first, report(0, "loading", epoch_of_who_won, won), placements=(won,)),
+            holding(won_last, report(1, "loading", epoch_of_who_won, won), placements=(won,)),
+            holding(lost_first, report(0, placement=lost, sessions=sessions), placements=(lost,)),
+            holding(lost_last, report(1, state, placement=lost), placements=(lost,)),
+        )[0]
+
+    assert (named().placement, named().outlived) == (won, {(1, lost.placement_id)})
+    assert named(sessions=0).outlived == frozenset()
+    assert named(state="cut").outlived == frozenset()
+
+
 def test_of_two_placements_in_one_epoch_the_lower_id_wins_everywhere():
     winner = min(PLACED, OTHER, key=lambda placement: placement.placement_id)
     ada = holding("ada", report(0))

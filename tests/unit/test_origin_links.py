@@ -24,7 +24,9 @@ INSTANCE: Any = SimpleNamespace(
     instance_id=InstanceId("i"),
     epoch=1,
     placement=SimpleNamespace(
-        node_ids=(HEAD, LAST), seats=(SimpleNamespace(node_id=HEAD), SimpleNamespace(node_id=LAST))
+        placement_id="p",
+        node_ids=(HEAD, LAST),
+        seats=(SimpleNamespace(node_id=HEAD), SimpleNamespace(node_id=LAST)),
     ),
 )
 

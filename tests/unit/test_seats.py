@@ -334,6 +334,44 @@ def test_the_news_of_a_lease_does_not_cost_the_layers_that_it_is_for() -> None:
     assert book.commit(ref(2), now=1.1) == [RebindRunner(key(1), key(2), placement())]
 
 
+def the_other_side(book: SeatLedger, *, serves: bool) -> Instance:
+    """Has won; what is here still serves, or has nothing to do."""
+    won = replace(placement(), seats=(Seat(OTHER, 0, 8),))
+    outlived = frozenset({(1, placement().placement_id)}) if serves else frozenset[tuple[int, str]]()
+    return replace(instance(book, "ready", 2, won), outlived=outlived)
+
+
+def test_what_has_lost_to_the_other_side_goes_on_until_it_has_nothing_to_do() -> None:
+    book, live = ledger(), frozenset({ME, OTHER})
+    ready(book)
+    for now in (1.0, 1.0 + WARM_SECONDS, 1000.0):
+        assert book.view_changed([the_other_side(book, serves=True)], live, now) == []
+        assert (book.reports()[0].state, book.promised_bytes) == ("ready", 0)
+        assert book.is_outliving
+    gone = StopRunner(key(), "epoch 2 took its place")
+    assert book.view_changed([the_other_side(book, serves=False)], live, now=1001.0) == [gone]
+    assert not book.is_outliving
+
+
+def test_what_has_lost_to_the_other_side_is_given_up_for_whoever_needs_its_memory() -> None:
+    book, live = ledger(), frozenset({ME, OTHER})
+    ready(book)
+    book.view_changed([the_other_side(book, serves=True)], live, now=1.0)
+    other = SeatKey(InstanceId("2f" * 8), 1, 0)
+    book.lease(other, placement(512), 60 * MIB, now=2.0)
+    wanted = SeatRef(other.instance_id, 1, placement(512).placement_id)
+    effects = book.commit(wanted, now=2.0)
+    assert effects == [StopRunner(key(), "its memory is needed"), StartRunner(other, placement(512))]
+
+
+def test_what_had_lost_is_promised_again_when_who_won_is_gone() -> None:
+    book, live = ledger(), frozenset({ME, OTHER})
+    ready(book)
+    book.view_changed([the_other_side(book, serves=True)], live, now=1.0)
+    assert book.view_changed([instance(book, "ready")], live, now=2.0) == []
+    assert (book.promised_bytes, book.is_outliving) == (60 * MIB, False)
+
+
 def test_layers_that_a_lease_was_for_are_given_up_if_it_is_never_committed() -> None:
     book = ledger()
     ready(book)
