@@ -19,9 +19,9 @@ import trio
 from starlette.types import Receive, Scope, Send
 
 from meshinfer.api.dialect import Choice, Dialect, Ended, Happening, Piece
-from meshinfer.api.errors import QueueFull, headers_of, status_of
+from meshinfer.api.errors import headers_of, status_of
 from meshinfer.api.generation import Generation
-from meshinfer.base.errors import MeshinferError
+from meshinfer.base.errors import MeshinferError, QueueFull
 from meshinfer.config import Settings
 from meshinfer.serving.requests import Generated, Waiting
 from meshinfer.serving.text_answer import TextDelta

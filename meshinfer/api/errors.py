@@ -74,12 +74,6 @@ class BodyTooLarge(MeshinferError):
     code = "body_too_large"
 
 
-class QueueFull(MeshinferError):
-    """This node has as many requests as it may."""
-
-    code = "queue_full"
-
-
 _STATUS = {
     "bad_input": 400,
     "unsupported_parameter": 400,

@@ -62,6 +62,12 @@ class NodeLeaving(MeshinferError):
     code = "node_leaving"
 
 
+class QueueFull(MeshinferError):
+    """As many requests as may be wait there already; a place comes free as soon as one ends."""
+
+    code = "queue_full"
+
+
 class Refused(MeshinferError):
     """A node refused a lease, a command or a frame, with its reason (also: a stale epoch)."""
 
@@ -101,6 +107,7 @@ ERRORS_BY_CODE: dict[str, type[MeshinferError]] = {
         UnknownInstance,
         NoRoom,
         NodeLeaving,
+        QueueFull,
         Refused,
         PeerLost,
         DeadlineExceeded,

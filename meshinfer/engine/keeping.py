@@ -21,7 +21,9 @@ A log that was promised to the head stays until its session has joined the batch
 promised (else there was no promise), and beside it others grow by a step a turn at most, for the turns that its
 session takes to come back. By so much, and never by more than the promised logs themselves, may all of it
 exceed the bound; with the next step after the joining it is within it again.
-Time: kept sessions go KEPT_SECONDS after the pipeline was whole again.
+Time: kept sessions go KEPT_SECONDS after the pipeline was whole again. For the first HOLD_SECONDS of them the head holds
+their places: it lets in nothing new that would push one out. (A head that was lost itself does not know of them. A later
+stage may then lose what it kept, of a session whose every token the new head has to compute in any case.)
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ from meshinfer.wire.steps import SessionStart
 KEPT_SECONDS = 20.0
 """From the repair on. Origins open their sessions again within a second or two of it, but some may have to wait for
 room. Raising it holds promised memory longer after a client has gone."""
+
+HOLD_SECONDS = 3.0
+"""From the repair on: origins wait up to a second before they ask again, then dial. For a client that went meanwhile a
+new request may wait so long."""
 
 
 @dataclass(slots=True)
@@ -83,8 +89,8 @@ class Keeper:
         """By number; all and only sessions that a step has started and none has ended."""
         self._kept: dict[SessionId, Trace] = {}
         """Since the pipeline broke, the longest kept first; each with its caches."""
-        self._lapses_at: float | None = None
-        """When all that is kept goes; None while the pipeline is broken."""
+        self._whole_since: float | None = None
+        """When the pipeline came to be whole again; None while it is broken."""
 
     @property
     def kept(self) -> int:
@@ -96,6 +102,15 @@ class Keeper:
         traces = (*self._running.values(), *self._kept.values())
         caches = sum(trace.caches.size_bytes for trace in traces if trace.caches)
         return caches + sum(trace.log.size_bytes for trace in traces if trace.log)
+
+    def keeps(self, session_id: SessionId) -> bool:
+        return session_id in self._kept
+
+    def places_held(self, now: float) -> int:
+        """For sessions that may be opened again any moment."""
+        if self._whole_since is None or now >= self._whole_since + HOLD_SECONDS:
+            return 0
+        return len(self._kept)
 
     def running(self, number: int) -> Trace | None:
         return self._running.get(number)
@@ -130,7 +145,7 @@ class Keeper:
         Args:
             caches: by number, of those sessions whose caches could be had.
         """
-        self._lapses_at = None
+        self._whole_since = None
         for number, trace in self._running.items():
             trace.promised = False
             trace.caches = trace.caches or caches.get(number)
@@ -140,11 +155,11 @@ class Keeper:
 
     def count_down(self, now: float) -> None:
         """The pipeline is whole again."""
-        self._lapses_at = now + KEPT_SECONDS
+        self._whole_since = now
 
     def lapse(self, now: float) -> bool:
         """Forget what nobody came back for; whether there was anything."""
-        if not self._kept or self._lapses_at is None or now < self._lapses_at:
+        if not self._kept or self._whole_since is None or now < self._whole_since + KEPT_SECONDS:
             return False
         self._kept.clear()
         return True

@@ -4,6 +4,10 @@
        │    ──room──► coming back ──► running              │
        └──────cancelled, its origin lost, refused──────────┘
 
+Who waits is let in in the order of coming, but after a repair all come at once, in any order. So what has begun goes
+first: its client has read a part of it. It takes the place of one of which nothing has come yet, if need be (that one
+waits again), and for what was kept here of others a place is held, for as long as they may take to come back.
+
 Which sessions run together is mlx-lm's decision (`engine.batching`); it asks for one forward after the
 other. Each becomes a *step*, with the next number, and every step is answered by the last stage, in order.
 A chunk of prompts need not be waited for: as many steps as there are stages may be on their way, so that
@@ -44,7 +48,10 @@ from meshinfer.wire.steps import MAX_STARTED, Kept, SessionStart, StepAnswer, St
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Sessions that wait for room; as many as an origin accepts requests. More are sent elsewhere with no_room."""
+"""Sessions that wait for room; as many as an origin accepts requests. A new one is told queue_full beyond that..."""
+MAX_RETURNING = 4 * MAX_WAITING
+"""...and one that was open before beyond this: all that ran and waited here, and what comes from three lost instances of
+the model beside. Its origin asks again until its deadline, so what this bounds is memory, some 40 bytes a token each."""
 
 
 @dataclass(slots=True)
@@ -53,6 +60,13 @@ class _Session:
     record: OpenSession
     channel: Channel
     """Of its origin."""
+    has_begun: bool
+    """Tokens of it came, or this stage kept something of it."""
+
+    @property
+    def rank(self) -> int:
+        """Lower ones go first: what has begun, then what was open before, then what is new."""
+        return 0 if self.has_begun else 1 if self.record.resumed else 2
 
 
 @dataclass(slots=True)
@@ -97,7 +111,7 @@ class Head:
 
     Args:
         load: what this instance is.
-        stepper: this stage's layers, of which the head only asks what may come in.
+        stepper: this stage's layers, of which the head only asks what may come in and what is kept.
         run_step: starts a step: runs this stage's layers and passes it on. With one stage, `answered` is
             called before it returns.
         wait: handles one thing that other seats sent, which may call `answered`; False if nothing came in
@@ -112,12 +126,13 @@ class Head:
         wait: Callable[[float], bool],
     ) -> None:
         self._load = load
-        self._vocab_size = stepper.vocab_size
+        self._stepper = stepper
         self._run_step = run_step
         self._wait = wait
         self._max_running = load.placement.concurrency
         self._stages = len(load.placement.seats)
         self._waiting: deque[_Session] = deque()
+        """By rank; of one rank in the order of coming."""
         self._running: dict[int, _Session] = {}
         """By number; all and only sessions that are in the batcher, or on their way into it."""
         self._returning: dict[int, _Returning] = {}
@@ -156,7 +171,8 @@ class Head:
     @property
     def has_work(self) -> bool:
         """A turn would do something."""
-        return bool(self._running or self._waiting or self._ended or self._batcher.has_operations)
+        can_let_in = bool(self._waiting) and self._has_place_for(self._waiting[0])
+        return bool(self._running or can_let_in or self._ended or self._batcher.has_operations)
 
     # --- sessions -------------------------------------------------------------------------------
 
@@ -166,7 +182,9 @@ class Head:
             _send(channel, SessionFailed(record.session_id, *refusal))
             return
         self._numbers += 1
-        self._waiting.append(_Session(self._numbers, record, channel))
+        has_begun = record.emitted > 0 or (record.resumed and self._stepper.sessions.keeps(record.session_id))
+        session = _Session(self._numbers, record, channel, has_begun)
+        self._waiting.insert(sum(other.rank <= session.rank for other in self._waiting), session)
 
     def cancel(self, session_id: str, channel: Channel) -> None:
         """Its origin does not want it any more; an unknown one has ended already."""
@@ -198,16 +216,16 @@ class Head:
                 f"expected at most {placement.context_tokens}, for which this instance has reserved memory"
             )
         greatest = max((*record.token_ids, *(token for token, _ in record.sampling.logit_bias)))
-        if greatest >= self._vocab_size:
-            return "bad_input", f"token id {greatest}; expected ids of the vocabulary, below {self._vocab_size}"
+        if greatest >= self._stepper.vocab_size:
+            return "bad_input", f"token id {greatest}; expected ids of the vocabulary, below {self._stepper.vocab_size}"
         if record.emitted > prompt:
             return "bad_input", f"{record.emitted} emitted tokens among {prompt}; expected no more than there are"
         known = (session.record.session_id for session in (*self._waiting, *self._running.values()))
         if record.session_id in known:
             # Not its client's fault: its origin has lost a channel, and this side of it has not ended yet.
             return "refused", f"session {record.session_id} is open already; expected it once the old one has ended"
-        if len(self._waiting) >= MAX_WAITING:
-            return "no_room", f"{len(self._running)} sessions run and {len(self._waiting)} wait; try another instance"
+        if len(self._waiting) >= (MAX_RETURNING if record.resumed else MAX_WAITING):
+            return "queue_full", f"{len(self._running)} sessions run and {len(self._waiting)} wait"
         return None
 
     def _end_where(self, matches: Callable[[_Session], bool]) -> None:
@@ -232,8 +250,7 @@ class Head:
         Raises:
             PipelineBroken: no session can go on.
         """
-        while self._waiting and len(self._running) < self._max_running and len(self._started) < MAX_STARTED:
-            self._admit(self._waiting.popleft())
+        self._let_in()
         self._bring_back()
         if self._batcher.count:
             self._batcher.advance()
@@ -250,6 +267,32 @@ class Head:
             self._issue(StepControl(), None)
             while self._pending:
                 self._wait_for_answer()
+
+    def _let_in(self) -> None:
+        while self._waiting and len(self._started) < MAX_STARTED:
+            first = self._waiting[0]
+            if not self._has_place_for(first) and not (first.has_begun and self._make_place()):
+                return
+            self._admit(self._waiting.popleft())
+
+    def _has_place_for(self, session: _Session) -> bool:
+        held = 0 if session.has_begun else self._stepper.sessions.places_held(time.monotonic())
+        return len(self._running) + held < self._max_running
+
+    def _make_place(self) -> bool:
+        """Let the youngest session that has not begun wait again; False if there is none."""
+        if all(session.has_begun for session in self._running.values()):
+            return False
+        while self._pending:  # its first token may be on its way
+            self._wait_for_answer()
+        young = [session for session in self._running.values() if not session.has_begun]
+        if not young:
+            return False
+        self._end([young[-1].number])
+        self._numbers += 1  # to the stages it will be another one
+        again = replace(young[-1], number=self._numbers)
+        self._waiting.insert(sum(other.rank < again.rank for other in self._waiting), again)
+        return True
 
     def answered(self, step: int, answer: StepAnswer) -> None:
         """The last stage's answer.
@@ -273,12 +316,16 @@ class Head:
         if control.samples:
             if [token.session for token in answer.tokens] != [number for number, _, _ in rows]:
                 raise ProtocolError(f"tokens of {len(answer.tokens)} sessions", expected=f"of the step's {len(rows)}")
-            if max(token.token_id for token in answer.tokens) >= self._vocab_size:
-                raise ProtocolError("a token that is not in the vocabulary", expected=f"below {self._vocab_size}")
+            if max(token.token_id for token in answer.tokens) >= self._stepper.vocab_size:
+                raise ProtocolError(
+                    "a token that is not in the vocabulary", expected=f"below {self._stepper.vocab_size}"
+                )
             self._tokens = [token.token_id for token in answer.tokens]
             if control.parts and (returning := self._returning.get(rows[0][0])):
                 returning.next_token = self._tokens[0]
             for token in answer.tokens:
+                if session := self._running.get(token.session):
+                    session.has_begun = True
                 if token.finish:
                     self._finished.append(token.session)
                 if token.finish == "origin_lost":

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -58,6 +59,16 @@ HAND_OVER_SECONDS = 20.0
 """For the seats of a node that leaves to be loaded elsewhere. Longer, and the person at the keyboard pulls the plug."""
 LEAVERS_SECONDS = 0.5
 """Before a hand-over, for the news of others that leave at the same time: twice what gossip takes to be everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What an answer that has begun needs of an instance to go on there."""
+
+    model_digest: str
+    """Of the weights that began it; others cannot go on with it."""
+    least_tokens: int
+    """Of context: where less is reserved, it would be refused as too long, though where it began it was not."""
 
 
 class Placer:
@@ -156,10 +167,12 @@ class Placer:
         waiting: Callable[[Waiting], None],
         avoid: frozenset[NodeId] = frozenset(),
         tokens: int = 0,
+        begun: Begun | None = None,
     ) -> Instance:
         """An instance of `model_id` that is ready, placed and loaded if need be; without the nodes to `avoid` if it can.
 
-        Of several, one that reserves context for the `tokens` of prompt and answer; if none does, any.
+        Of several, one that reserves context for the `tokens` of prompt and answer; if none does, any. For an answer
+        that has `begun`, one that it can go on with, or a new one.
 
         Waits as long as there is progress; the caller brings the deadline of the request.
 
@@ -170,8 +183,10 @@ class Placer:
         """
         failure: MeshinferError = PeerLost(f"{model_id} could not be placed: what was placed does not show")
         watch = self._ports.watch()
+        if begun is not None:
+            workload = replace(workload, context_tokens=max(workload.context_tokens, begun.least_tokens))
         for _ in range(PLACING_TRIES):
-            instance = self._instance_of(model_id, tokens)
+            instance = self._instance_of(model_id, tokens, begun)
             if instance is None or not self._ports.is_usable(instance, avoid):
                 waiting(Waiting("planning", 0.0))
                 try:
@@ -187,7 +202,7 @@ class Placer:
                 waiting(Waiting("placing" if instance.state == "placing" else "loading", instance.progress))
                 with trio.move_on_after(STRANGER_SECONDS):  # a stranger is lost by time alone
                     await watch.changed()
-                now = self._instance_of(model_id, tokens)
+                now = self._instance_of(model_id, tokens, begun)
                 if now is None or not self._ports.is_usable(now, avoid):
                     failure, now = _failure_of(now or instance), None
                 instance = now
@@ -261,15 +276,17 @@ class Placer:
             )
         return await self._planner.delete(found[0])
 
-    def _instance_of(self, model_id: ModelId, tokens: int) -> Instance | None:
+    def _instance_of(self, model_id: ModelId, tokens: int, begun: Begun | None) -> Instance | None:
         """The best one to use: those with context enough, and of these ready before loading before the rest.
 
         Also a broken one before one that is too small: it can be repaired.
         """
         order = {"ready": 0, "loading": 1, "placing": 2, "broken": 3}
+        known = self._ports.instances_of(model_id)
         return min(
-            self._ports.instances_of(model_id),
+            (each for each in known if begun is None or each.placement.context_tokens >= begun.least_tokens),
             key=lambda instance: (
+                begun is not None and instance.placement.model_digest != begun.model_digest,
                 instance.placement.context_tokens < tokens,
                 order[instance.state],
                 instance.instance_id,

@@ -28,12 +28,13 @@ from meshinfer.base.errors import (
     NodeLeaving,
     NoRoom,
     PeerLost,
+    QueueFull,
     UnknownModel,
 )
 from meshinfer.base.ids import NodeId, SessionId
 from meshinfer.serving.events import EventStream
 from meshinfer.serving.origin_links import Heard, OriginLink, OriginLinks
-from meshinfer.serving.placing import Placer
+from meshinfer.serving.placing import Begun, Placer
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Finished, Generated, GenerateRequest, GenerationFailed, Waiting
 from meshinfer.serving.view import Instance
@@ -55,7 +56,8 @@ NO_ROOM_SECONDS = 8.0
 """How long an answer that has begun waits for room, with signs of life to its client: a node that was buried while it
 lives refutes that in seconds, and a restarted agent is back in five. A request that has not begun is told at once."""
 SIGN_SECONDS = 1.0
-"""Between two signs of life of a request that waits for room. It is asked for again then, and whenever the mesh changes."""
+"""Between two signs of life of a request that waits for room. It is asked for again then, and whenever the mesh changes.
+Also the longest that one waits to ask a head with a full queue again: a place comes free with every answer that ends."""
 MAX_FAILURES = 6
 """Attempts in a row that brought no token..."""
 FAILING_SECONDS = 10.0
@@ -219,6 +221,8 @@ class Sessions:
         """One attempt after the other, each going on where the last one broke off."""
         token_log = TokenLog()
         failures, failing_since = 0, 0.0
+        refusals = 0
+        """In a row, by a head with a full queue."""
         resumed = False
         avoid: frozenset[NodeId] = frozenset()
         no_room = ""
@@ -242,9 +246,17 @@ class Sessions:
                 with trio.move_on_after(SIGN_SECONDS):
                     await watch.changed()
                 avoid = self._ports.out_of_reach()
+            except QueueFull:
+                if not resumed:
+                    raise
+                # Its client may have read a part of it, and all that is missing is its turn: until the deadline it waits.
+                refusals += 1
+                events.send_nowait(Waiting("queued", 0.0))
+                await trio.sleep(min(SIGN_SECONDS, RETRY_SECONDS * refusals))
+                avoid = self._ports.out_of_reach()
             except PeerLost as error:
                 # Anything else is the request's own, and would come again.
-                resumed = True
+                resumed, refusals = True, 0
                 if len(token_log.emitted) > emitted:
                     failures, room_until = 0, math.inf
                 failing_since = failing_since if failures else trio.current_time()
@@ -282,15 +294,17 @@ class Sessions:
         tokens = len(request.prompt_ids) + request.max_new_tokens
         wanted = len(request.prompt_ids) + emitted + 1 if request.is_open_ended else tokens
         least = replace(request.workload, context_tokens=max(request.least_context_tokens, wanted))
+        find = self._placer.ready_instance
+        begun = Begun(token_log.model_digest, wanted) if token_log.model_digest else None
         try:
-            instance = await self._placer.ready_instance(request.model_id, request.workload, waiting, avoid, tokens)
+            instance = await find(request.model_id, request.workload, waiting, avoid, tokens, begun)
         except NoRoom:
             # What somebody reserved for long conversations may need a node more than this answer does.
             if not (
                 resumed and request.least_context_tokens and least.context_tokens < request.workload.context_tokens
             ):
                 raise
-            instance = await self._placer.ready_instance(request.model_id, least, waiting, avoid, wanted)
+            instance = await find(request.model_id, least, waiting, avoid, wanted, begun)
         tokens = max(wanted, min(tokens, instance.placement.context_tokens))
         _check_context(request, tokens, instance)
         token_log.goes_on_with(instance.placement.model_digest)
@@ -367,6 +381,8 @@ class Sessions:
                 kind = PeerLost if code == "refused" else ERRORS_BY_CODE.get(code, GenerationFailed)
                 if kind is BadInput:
                     raise kind(what)
+                if kind is QueueFull:
+                    raise kind(f"node {self._ports.called(node)} takes no more now: {what}", do="ask again in a moment")
                 do = _ASK_AGAIN if kind is PeerLost else "ask again in a moment"
                 raise kind(f"node {self._ports.called(node)} ended the answer: {what}", do=do)
             case Token():

@@ -187,7 +187,7 @@ def test_what_cannot_be_is_refused_with_the_numbers(
 def test_the_queue_is_bounded(pipeline: PipelineUnderTest):
     origin = pipeline.origin()
     records = [origin.open(session([n % VOCABULARY], 300)) for n in range(4 + 64 + 6)]
-    assert origin.failure(records[-1]).code == "no_room"
+    assert origin.failure(records[-1]).code == "queue_full"
     for record in records:
         origin.cancel(record)
     wait_until_free(pipeline)

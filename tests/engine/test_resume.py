@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,8 +21,9 @@ from meshinfer.engine.cache_table import Entry
 from meshinfer.engine.keeping import KEPT_SECONDS, Keeper
 from meshinfer.engine.replay_log import ReplayLog
 from meshinfer.pipeline.channel import Channel as PipelineChannel
-from meshinfer.pipeline.head import Head
+from meshinfer.pipeline.head import MAX_RETURNING, MAX_WAITING, Head
 from meshinfer.pipeline.resuming import plan_return
+from meshinfer.pipeline.tail import Tail
 from meshinfer.testing import chaos_agents
 from meshinfer.wire.frames import Frame
 from meshinfer.wire.records import RUNNER_RECORDS, OpenSession, RunnerRecord, Sampling, SessionFailed
@@ -249,6 +251,101 @@ def test_a_session_that_is_open_still_may_be_asked_for_again():
     head.origin_lost(old)
     head.open(replace(record, resumed=True), new)
     assert (len(heard), head.waiting) == (1, 1)
+
+
+# --- who goes first -------------------------------------------------------------------------------
+
+
+class Crowd(FragilePipeline):
+    """Eight ask where four may run; stage 1 or the head is lost; those that ask again do so in the order of `first`."""
+
+    def __init__(self, lost: int, first: Callable[[OpenSession], int]) -> None:
+        super().__init__("llama", [Loss(14, lost, 2)])
+        self.first = first
+        self.begun: dict[str, int] = {}
+        """Session → tokens that were out before the loss."""
+        self.next_token_after: dict[str, int] = {}
+        """Session → steps from the repair on."""
+
+    def _epoch(self, origin: Origin) -> int | None:
+        if self.load.epoch == 1:
+            return super()._epoch(origin)
+        records = sorted(origin.unfinished(self.load.epoch), key=self.first)
+        self.begun = {record.session_id: record.emitted for record in records if record.emitted}
+        before, steps = {key: len(tokens) for key, tokens in origin.emitted.items()}, self.steps
+        self.tail = Tail(origin.hear, VOCABULARY, CONCURRENCY)
+        self.head = Head(self.load, self.stages[0], self._run_step, lambda _seconds: False)
+        for stepper in self.stages:
+            stepper.sessions.count_down(math.inf)
+        while records or self.head.has_work:
+            if records:  # one a turn, as they come over their channels
+                self.head.open(records.pop(0), cast("PipelineChannel", origin))
+            self.head.turn()
+            for key, tokens in origin.emitted.items():
+                if len(tokens) > before[key]:
+                    self.next_token_after.setdefault(key, self.steps - steps)
+        return None
+
+
+CROWD = tuple(wanted(number, [number] * (20 if number <= CONCURRENCY else 100), 30, GREEDY) for number in range(1, 9))
+"""Those that have to wait have prompts so long that none of them has begun before all have asked."""
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["head", "middle"])
+@pytest.mark.parametrize("first", ["running", "waiting"])
+def test_answers_that_have_begun_go_on_first_whoever_asks_first(lost: int, first: str):
+    answers, _ = without_loss("llama", CROWD)
+    pipeline = Crowd(lost, lambda record: (record.emitted == 0) == (first == "running"))
+    assert pipeline.run(CROWD) == answers
+    assert len(pipeline.begun) == CONCURRENCY
+    last_begun = max(pipeline.next_token_after[key] for key in pipeline.begun)
+    assert last_begun < min(after for key, after in pipeline.next_token_after.items() if key not in pipeline.begun)
+    costs = recomputed(pipeline)
+    assert costs.pop(lost) > 0
+    if lost == 1:
+        assert costs == [0, 0], "a stage computes again what it kept"
+    pipeline.assert_free()
+
+
+def test_a_place_is_held_for_what_was_kept_as_long_as_it_may_take_to_come_back():
+    pipeline = broken(Loss(12, 0, 3))
+    stepper = pipeline.stages[1]  # has kept four, and is the head of what follows
+    stepper.take_place(0, 3)
+    head = Head(pipeline.load, stepper, pipeline._run_step, lambda _seconds: False)
+    origin = cast("PipelineChannel", Origin([]))
+    stepper.sessions.count_down(math.inf)
+    head.open(wanted(10, [1, 2], 5, GREEDY), origin)
+    assert (head.waiting, head.has_work) == (1, False)
+    head.open(replace(SESSIONS[1], resumed=True), origin)
+    assert head.has_work
+    head.cancel(SESSIONS[1].session_id, origin)
+    assert not head.has_work
+    stepper.sessions.count_down(-math.inf)
+    assert head.has_work
+
+
+def test_a_crowd_that_waits_sends_no_answer_away_that_has_begun():
+    heard: list[RunnerRecord] = []
+
+    class Channel(Origin):
+        def send(self, frame: Frame) -> bool:
+            heard.append(RUNNER_RECORDS.decode(frame.control, 1 << 20))
+            return True
+
+    pipeline, channel = FragilePipeline("llama"), cast("PipelineChannel", Channel([]))
+    head = Head(pipeline.load, pipeline.stages[0], pipeline._run_step, lambda _seconds: False)
+    crowd = [wanted(number, [1, 2], 5, GREEDY) for number in range(MAX_WAITING + 1)]
+    for record in crowd:
+        head.open(record, channel)
+    assert [(r.session_id, r.code) for r in heard if isinstance(r, SessionFailed)] == [
+        (crowd[-1].session_id, "queue_full")
+    ]
+    begun = wanted(1000, [1, 2, 3], 5, GREEDY)
+    for number in range(MAX_RETURNING):
+        head.open(replace(begun, session_id=SessionId(f"{1000 + number:032x}"), emitted=1, resumed=True), channel)
+    assert head.waiting == MAX_RETURNING, "also what has begun is bounded"
+    assert len(heard) == 1 + MAX_WAITING
+    assert [session.record.emitted for session in head._waiting][: CONCURRENCY + 1] == [1] * (CONCURRENCY + 1)
 
 
 # --- what is found out ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from meshinfer.base.ids import ModelId, NodeId, PlacementId, instance_id_for
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.elected_planner import PLANNINGS, ElectedPlanner
 from meshinfer.serving.election import elect
-from meshinfer.serving.placing import Placer
+from meshinfer.serving.placing import Begun, Placer
 from meshinfer.serving.requests import Waiting
 from meshinfer.serving.sessions import Sessions
 from meshinfer.serving.view import Instance
@@ -306,6 +306,7 @@ def test_an_answer_that_waits_for_room_takes_back_a_node_that_is_reached_again()
                 waiting: Callable[[Waiting], None],
                 avoid: frozenset[NodeId] = frozenset(),
                 tokens: int = 0,
+                begun: Begun | None = None,
             ) -> Instance:
                 nonlocal out_of_reach
                 avoided.append(avoid)
@@ -314,7 +315,7 @@ def test_an_answer_that_waits_for_room_takes_back_a_node_that_is_reached_again()
                 if len(avoided) == 2:
                     out_of_reach = frozenset[NodeId]()
                     raise NoRoom("without it")
-                return await super().ready_instance(model_id, workload, waiting, avoid, tokens)
+                return await super().ready_instance(model_id, workload, waiting, avoid, tokens, begun)
 
         ports = replace(node.serving.ports, out_of_reach=lambda: out_of_reach)
         sessions = Sessions(ports, Troubled(ports, node.serving.planner), node.serving.links)

@@ -1,0 +1,96 @@
+"""Of several instances of a model not each will do for an answer that has begun: where it goes on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from whole_agents import simulate
+
+from meshinfer.base.ids import InstanceId, NodeId
+from meshinfer.base.units import MIB
+from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.serving.placing import Begun, Placer
+from meshinfer.testing.cards import model_card
+from meshinfer.testing.chaos_room import SPEED
+from meshinfer.testing.cluster import Cluster, SimNode
+from meshinfer.testing.engine import exact_answer
+from meshinfer.topology.card import NodeCard
+from meshinfer.topology.graph import Topology
+from meshinfer.topology.placement import Placement
+from meshinfer.wire.messages import Place
+
+SMALL_MODEL = model_card(layer_bytes=(8 * MIB,) * 4)
+"""One node holds it."""
+
+
+def cluster_of_small_model() -> Cluster:
+    return Cluster(random.Random(1), memory_bytes=48 * MIB, model=SMALL_MODEL, speed=SPEED)
+
+
+async def place(cluster: Cluster, through: SimNode, on: SimNode, workload: Workload) -> InstanceId:
+    """One more instance, which all see."""
+    ask = Place(SMALL_MODEL.model_id, workload, Constraints(nodes=(on.node_id,)))
+    instance_id = (await through.serving.placer.place(ask)).instance_id
+
+    def is_ready() -> bool:
+        return (instance_id, "ready") in [(each.instance_id, each.state) for each in through.instances()]
+
+    await cluster.until(is_ready)
+    return instance_id
+
+
+def test_an_answer_goes_on_where_there_is_context_for_it_or_is_placed_anew() -> None:
+    """Its instance is lost, and the other one of its model is too small."""
+
+    async def scenario(cluster: Cluster) -> None:
+        small, large, _, origin = cluster.nodes
+        await place(cluster, origin, small, Workload(64, 1))
+        await place(cluster, origin, large, Workload(256, 1))
+
+        def on_token(index: int) -> None:
+            if index == 20:
+                cluster.kill(large)
+
+        # The operator reserved more than its origin would.
+        request = cluster.request((1, 2), tokens=150, workload=Workload(128, 1))
+        assert await cluster.ask(origin, request, on_token) == exact_answer((1, 2), 7, 150)
+        await cluster.until(lambda: sorted(i.placement.context_tokens for i in origin.instances()) == [64, 152])
+
+    simulate(cluster_of_small_model(), scenario, 4)
+
+
+def test_an_answer_goes_on_with_the_weights_that_it_began_with_where_some_are() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        one, other, origin = cluster.nodes
+        workload = Workload(64, 1)
+        placed = [await place(cluster, origin, node, workload) for node in (one, other)]
+        preferred = min(placed)
+        (its_node,) = next(i.placement.node_ids for i in origin.instances() if i.instance_id == preferred)
+
+        def of_another_version(card: NodeCard) -> NodeCard:
+            def version(placement: Placement) -> Placement:
+                return replace(placement, model_digest="another")
+
+            ids = {each.placement_id: version(each).placement_id for each in card.placements}
+            seats = tuple(replace(seat, placement_id=ids[seat.placement_id]) for seat in card.seats)
+            return replace(card, placements=tuple(map(version, card.placements)), seats=seats)
+
+        def topology() -> Topology:
+            now = origin.serving.ports.topology()
+            return Topology.of(
+                (of_another_version(card) if card.node_id == its_node else card for card in now.nodes), now.links
+            )
+
+        placer = Placer(replace(origin.serving.ports, topology=topology), origin.serving.planner)
+
+        async def nodes_for(digest: str) -> tuple[NodeId, ...]:
+            found = await placer.ready_instance(
+                SMALL_MODEL.model_id, workload, lambda _: None, tokens=60, begun=Begun(digest, 60)
+            )
+            return found.placement.node_ids
+
+        assert await nodes_for("another") == (its_node,)
+        assert {*await nodes_for(SMALL_MODEL.digest), its_node} == {one.node_id, other.node_id}
+
+    simulate(cluster_of_small_model(), scenario, 3)
