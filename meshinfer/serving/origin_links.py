@@ -3,21 +3,29 @@
 One link per (instance, epoch): a channel to the head, on which sessions are opened and cancelled,
 and one to the last stage, from which tokens come straight here (one and the same channel where a
 single seat is both). Records are handed to their session's queue; a lost channel ends every session
-on it at once, which is how the data path notices a dead node before any gossip does. A head that cannot be told
-something has a lost link as well: what it does and what is believed here must not go apart.
+on it at once, which is how the data path notices a dead node before any gossip does. What the data path cannot notice
+the view tells: a stopped machine keeps its sockets open, and between two seats that are cut off from each other nothing
+breaks here.
+
+What the head is to know goes out one record after the other, the sending of which is the link's own task: nobody waits
+for somebody else's prompt on its way, and who leaves meanwhile leaves a cancel. A head that takes nothing any more has
+a lost link as well: what it does and what is believed here must not go apart.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
 from meshinfer.base.errors import DeadlineExceeded, MeshinferError, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, NodeId, SessionId
 from meshinfer.serving.ports import OriginChannel, Ports
+from meshinfer.serving.reach import while_within_reach
 from meshinfer.serving.seat_service import LISTEN_WAIT_SECONDS, SeatService
 from meshinfer.serving.view import Instance
 from meshinfer.wire.codec import decode, encode
@@ -28,12 +36,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 """For both channels of a link: an offer each (one round trip and the runner's answer), a dial, a TLS handshake."""
-SEND_SECONDS = 5.0
-"""For one record on the way to the head. Longer means that the head does not read: it makes no progress."""
 IDLE_SECONDS = 60.0
 """An unused link is closed after this; opening one costs some ten milliseconds."""
-CANCEL_SECONDS = 1.0
-"""For a cancel on its way to the head. Longer means that its socket is full of what the head does not read."""
 
 Heard = tuple[NodeId, RunnerRecord]
 """A record, and the node whose runner sent it."""
@@ -57,11 +61,16 @@ class OriginLink:
         nodes = instance.placement.node_ids
         self._names = {node: called(node) for node in nodes}
         """What people call them: asked now, since of who is lost the mesh knows no name any more."""
-        self._head_node = nodes[0]
         self._channels = ((nodes[0], head),) if head is last else ((nodes[0], head), (nodes[-1], last))
         self._queues: dict[SessionId, trio.MemorySendChannel[Heard]] = {}
         """All and only sessions that are open on this link."""
-        self._send_lock = trio.Lock()
+        self._to_open: dict[SessionId, OpenSession] = {}
+        """Sessions of which the head has not been told yet, in their order."""
+        self._to_cancel: deque[SessionId] = deque()
+        """Sessions of which the head has been told and that are over here: no more than were open when the record that is
+        on its way began."""
+        self._stirred = trio.Event()
+        """There may be something to send."""
         self.lost: str = ""
         """Why it is gone; empty while it works."""
         self.lost_node: NodeId | None = None
@@ -74,52 +83,49 @@ class OriginLink:
     def sessions(self) -> int:
         return len(self._queues)
 
-    async def open(self, session: OpenSession) -> trio.MemoryReceiveChannel[Heard]:
+    def open(self, session: OpenSession) -> trio.MemoryReceiveChannel[Heard]:
         """Start a session; its records arrive on the returned channel, which closes when the link is lost."""
         if self.lost:
             raise PeerLost(self.lost)
         # Every record of a session fits: one a token, a few signs of life (older ones are dropped when it is full).
         send, receive = trio.open_memory_channel[Heard](session.max_new_tokens + 64)
         self._queues[session.session_id] = send
-        await self._send(session)
+        self._to_open[session.session_id] = session
+        self._stirred.set()
         return receive
 
-    async def end(self, session_id: SessionId, *, cancel: bool) -> None:
-        """Forget a session; with `cancel`, tell the head so that every stage frees it.
-
-        A head that cannot be told would go on for nobody, and take the session's next opening for a second one: then
-        the link is lost, which tells it too.
-        """
+    def end(self, session_id: SessionId, *, cancel: bool) -> None:
+        """Forget a session; with `cancel`, have the head told so that every stage frees it."""
         queue = self._queues.pop(session_id, None)
         if queue is not None:
             queue.close()
         if not self._queues:
             self.idle_since = trio.current_time()
-        if cancel and not self.lost:
-            with trio.move_on_after(CANCEL_SECONDS, shield=True) as scope:
-                try:
-                    await self._send(CancelSession(session_id))
-                except MeshinferError as error:
-                    log.debug("session %s: the cancel did not reach the head: %s", session_id, error)
-            if scope.cancelled_caught:
-                self._lose(f"it took no cancel for {CANCEL_SECONDS:.0f} s", self._head_node)
+        if self._to_open.pop(session_id, None) is None and cancel:
+            self._to_cancel.append(session_id)
+            self._stirred.set()
 
     async def run(self, ports: Ports) -> None:
-        """Hand out records until a channel or a node is lost."""
+        """Carry records until a channel, a node or the instance is lost."""
         with self._over:
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send)
                 for node, channel in self._channels:
                     nursery.start_soon(self._read, node, channel)
                 await self._watch(ports)
 
     async def _watch(self, ports: Ports) -> None:
         watch = ports.watch()
-        # A stopped machine keeps its sockets open, so the channels may stay silent: the view tells.
         while True:
             nodes = ports.topology().by_id
             gone = [node for node in self.instance.placement.node_ids if node not in nodes]
             if gone:
                 self._lose("it is gone", gone[0])
+            for instance in ports.instances():
+                # Of this epoch: an older one's end is no news, and while a newer one is made, this one may go on.
+                is_ours = (instance.instance_id, instance.epoch) == (self.instance.instance_id, self.instance.epoch)
+                if is_ours and instance.state == "broken":
+                    self._lose(f"its instance is broken: {instance.error}")
             await watch.changed()
 
     async def aclose(self, why: str) -> None:
@@ -132,21 +138,26 @@ class OriginLink:
             for _, channel in self._channels:
                 await channel.aclose()
 
-    def _lose(self, why: str, node: NodeId) -> None:
+    def _lose(self, why: str, node: NodeId | None = None) -> None:
         """It is of no use any more: `run` returns, and whoever waits for that closes it."""
         if not self.lost:
-            self.lost, self.lost_node = f"node {self._names[node]}: {why}", node
+            self.lost, self.lost_node = f"node {self._names[node]}: {why}" if node else why, node
         self._over.cancel()
 
-    async def _send(self, record: OpenSession | CancelSession) -> None:
+    async def _send(self) -> None:
+        """Tell the head what it is to know; cancels first, which are small and free memory there."""
+        node, channel = self._channels[0]
         try:
-            with trio.fail_after(SEND_SECONDS):
-                async with self._send_lock:
-                    await self._channels[0][1].send(record)
-        except (MeshinferError, trio.TooSlowError) as error:
-            slow = f"the head of {self.instance.instance_id} took no record for {SEND_SECONDS:.0f} s"
-            self._lose(slow if isinstance(error, trio.TooSlowError) else str(error), self._head_node)
-            raise PeerLost(self.lost) from error
+            while True:
+                self._stirred = trio.Event()
+                while self._to_cancel or self._to_open:
+                    if self._to_cancel:
+                        await channel.send(CancelSession(self._to_cancel.popleft()))
+                    else:
+                        await channel.send(self._to_open.pop(next(iter(self._to_open))))
+                await self._stirred.wait()
+        except MeshinferError as error:
+            self._lose(str(error), node)
 
     async def _read(self, node: NodeId, channel: OriginChannel) -> None:
         try:
@@ -217,9 +228,9 @@ class OriginLinks:
             with trio.fail_after(CONNECT_SECONDS):
                 last_index = len(instance.placement.seats) - 1
                 # The last stage first: it must know where to send tokens before the head lets a session in.
-                last = await self._dial(instance, last_index)
+                last = await self._dial_within_reach(instance, last_index)
                 try:
-                    head = last if last_index == 0 else await self._dial(instance, 0)
+                    head = last if last_index == 0 else await self._dial_within_reach(instance, 0)
                 except BaseException:
                     with trio.move_on_after(1.0, shield=True):
                         await last.aclose()
@@ -229,6 +240,10 @@ class OriginLinks:
                 f"the runners of instance {instance.instance_id} did not answer within {CONNECT_SECONDS:.0f} s"
             ) from error
         return OriginLink(instance, head, last, self._ports.called)
+
+    async def _dial_within_reach(self, instance: Instance, seat_index: int) -> OriginChannel:
+        node = instance.placement.seats[seat_index].node_id
+        return await while_within_reach(self._ports, node, partial(self._dial, instance, seat_index))
 
     async def _dial(self, instance: Instance, seat_index: int) -> OriginChannel:
         node = instance.placement.seats[seat_index].node_id

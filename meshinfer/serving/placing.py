@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import trio
 
@@ -37,6 +38,7 @@ from meshinfer.serving.elected_planner import ANNOUNCE_SECONDS, ElectedPlanner
 from meshinfer.serving.election import elect
 from meshinfer.serving.failures import LASTING_ERRORS
 from meshinfer.serving.ports import Ports
+from meshinfer.serving.reach import while_within_reach, within_reach
 from meshinfer.serving.requests import Waiting
 from meshinfer.serving.view import Instance
 from meshinfer.wire.codec import decode, encode
@@ -47,8 +49,6 @@ log = logging.getLogger(__name__)
 PLACE_TIMEOUT_SECONDS = 10.0
 """For a planner's answer: a model card asked of a peer, and a few candidates' leases, each bounded by the call
 timeout. A planner that dies meanwhile is noticed as a lost peer, sooner."""
-LOOK_SECONDS = 0.1
-"""How often a planner that works on an answer is looked at."""
 PLACING_TRIES = 3
 """How often one request asks for its model to be placed before its last failure is the answer."""
 REPAIR_SECONDS = 10.0
@@ -212,41 +212,18 @@ class Placer:
 
     async def place(self, ask: Place) -> Placed:
         """Have the elected planner place it; the next in order where one does not answer."""
-        order = elect(ask.model_id, self._within_reach() & self._ports.staying())
+        order = elect(ask.model_id, within_reach(self._ports) & self._ports.staying())
+        asked = encode(ask)
         for planner in order:
             if planner == self._ports.node_id:
                 # In its turn and no later: whoever comes after it would ask it, and two would plan at once.
                 break
             try:
-                return decode(Placed, await self._call_planner(planner, encode(ask)))
+                call = partial(self._ports.call, planner, PLACE, asked, PLACE_TIMEOUT_SECONDS)
+                return decode(Placed, await while_within_reach(self._ports, planner, call))
             except (PeerLost, DeadlineExceeded) as error:
                 log.info("planner %s passed over for %s: %s", self._ports.called(planner), ask.model_id, error)
         return await self._planner.place(ask)
-
-    def _within_reach(self) -> set[NodeId]:
-        """Who can be asked to plan."""
-        return self._ports.topology().by_id.keys() - self._ports.doubtful() - self._ports.out_of_reach()
-
-    async def _call_planner(self, planner: NodeId, ask: bytes) -> bytes:
-        """Its answer; PeerLost as soon as it falls silent, which is long before the call's own deadline."""
-        answer: list[bytes] = []
-        failure: list[MeshinferError] = []
-
-        async def call(scope: trio.CancelScope) -> None:
-            try:
-                answer.append(await self._ports.call(planner, PLACE, ask, PLACE_TIMEOUT_SECONDS))
-            except MeshinferError as error:
-                failure.append(error)
-            scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(call, nursery.cancel_scope)
-            while planner in self._within_reach():  # noqa: ASYNC110 - silence is no event
-                await trio.sleep(LOOK_SECONDS)
-            nursery.cancel_scope.cancel()
-        if answer:
-            return answer[0]
-        raise failure[0] if failure else PeerLost("it does not answer any more")
 
     async def appears(self, placed: Placed) -> Instance | None:
         """The placed instance once it shows in this node's view; None if it does not in time."""

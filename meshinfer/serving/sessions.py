@@ -67,7 +67,7 @@ RETRY_SECONDS = 0.15
 """Times the number of failures: for the news of what broke to reach the view, which takes milliseconds, or, for a
 stopped node, the rest of the three seconds."""
 CANCEL_SECONDS = 2.0
-"""For telling the stages that a session is over, before its client's response is given up."""
+"""For a request's task to end, before its client's response is given up: a channel that was being opened is closed."""
 READY_SECONDS = 1.0
 """For a task of our own to run once; longer means that the event loop is held up."""
 _ASK_AGAIN = "ask again: the model will be placed on the nodes that are left"
@@ -322,13 +322,13 @@ class Sessions:
         )
         ended = False
         try:
-            records = await link.open(session)
+            records = link.open(session)
             if resumed:
                 log.info("request %s is open again, in epoch %d", request.session_id, instance.epoch)
             reason = await self._relay(records, link, token_log, events)
             ended = True
         finally:
-            await link.end(request.session_id, cancel=not ended)
+            link.end(request.session_id, cancel=not ended)
         await events.send(Finished(reason, instance.placement.node_ids))
 
     async def _relay(

@@ -17,35 +17,39 @@ from meshinfer.wire.frames import Frame, FrameKind, FrameReader, encode_frame
 from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.records import MAX_RECORD_BYTES, ORIGIN_RECORDS, RUNNER_RECORDS, OriginRecord, RunnerRecord
 
-SEND_SECONDS = 5.0
-"""For one record. A prompt of 2²² tokens is 20 MB, 2 s at 100 Mbit/s; a runner reads even while it computes."""
-_RECEIVE_BYTES = 16 * 1024
+STALL_SECONDS = 5.0
+"""For the socket to take PIECE_BYTES: 26 kbit/s. A runner reads even while it computes, so one that takes less is not
+there any more, or its line is of no use. A record has no deadline else: a prompt of 2²² tokens is 20 MB, 160 s at 1 Mbit/s."""
+PIECE_BYTES = 16 * 1024
 """A TLS record."""
 
 
 class OriginChannel:
-    """Records to and from one runner. Any number of tasks may send; one receives."""
+    """Records to and from one runner. One task sends, one receives."""
 
-    def __init__(self, stream: trio.SSLStream[trio.SocketStream]) -> None:
+    def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
-        self._send_lock = trio.Lock()
         self._reader = FrameReader((FrameKind.RECORD,))
         self._unread = memoryview(b"")
 
     async def send(self, record: OriginRecord) -> None:
-        """Send one record, whole: once begun it is not cancelled, for half a record would end everybody's sessions.
+        """Send one record; cancelled in the middle of it, the channel is of no use any more.
 
         Raises:
             PeerLost: the channel is gone, or the runner takes nothing any more; then it is closed.
         """
         (data,) = encode_frame(Frame(FrameKind.RECORD, 0, 0, ORIGIN_RECORDS.encode(record)))
-        async with self._send_lock:
-            try:
-                with trio.CancelScope(shield=True), trio.fail_after(SEND_SECONDS):
-                    await self._stream.send_all(data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
-                await trio.aclose_forcefully(self._stream)
-                raise PeerLost("the channel to the runner is gone") from error
+        try:
+            for start in range(0, len(data), PIECE_BYTES):
+                with trio.fail_after(STALL_SECONDS):
+                    await self._stream.send_all(data[start : start + PIECE_BYTES])
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
+            await trio.aclose_forcefully(self._stream)
+            is_slow = isinstance(error, trio.TooSlowError)
+            what = (
+                f"the runner took nothing for {STALL_SECONDS:.0f} s" if is_slow else "the channel to the runner is gone"
+            )
+            raise PeerLost(what) from error
 
     async def receive(self) -> RunnerRecord:
         """The next record; may be cancelled at any time without harm.
@@ -63,7 +67,7 @@ class OriginChannel:
                 if (frame := self._reader.advance(count)) is not None:
                     return RUNNER_RECORDS.decode(frame.control, MAX_RECORD_BYTES)
             try:
-                data = await self._stream.receive_some(_RECEIVE_BYTES)
+                data = await self._stream.receive_some(PIECE_BYTES)
             except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
                 raise PeerLost("the channel to the runner broke") from error
             if not data:

@@ -16,7 +16,7 @@ from meshinfer.base.ids import InstanceId, NodeId, SessionId
 from meshinfer.serving.events import EventStream
 from meshinfer.serving.origin_links import OriginLink, OriginLinks
 from meshinfer.serving.sessions import Sessions, TokenLog
-from meshinfer.transport.origin import SEND_SECONDS
+from meshinfer.transport.origin import PIECE_BYTES, STALL_SECONDS, OriginChannel
 from meshinfer.wire.records import CancelSession, OpenSession, OriginRecord, RunnerRecord, Sampling, SessionFailed
 
 HEAD, LAST = NodeId("a-head"), NodeId("b-last")
@@ -40,18 +40,17 @@ class Channel:
 
     def __init__(self) -> None:
         self.sent: list[OriginRecord] = []
-        self.takes = True
+        self.takes = trio.Event()
+        self.takes.set()
         self.closed = trio.Event()
-        self._lock = trio.Lock()
         self.say, self._records = trio.open_memory_channel[RunnerRecord](9)
 
     async def send(self, record: OriginRecord) -> None:
-        async with self._lock:
-            if not self.takes:
-                with trio.CancelScope(shield=True), trio.move_on_after(SEND_SECONDS):
-                    await self.closed.wait()
-                raise PeerLost("the channel to the runner is gone")
-            self.sent.append(record)
+        with trio.move_on_after(STALL_SECONDS) as stalled:
+            await self.takes.wait()
+        if stalled.cancelled_caught:
+            raise PeerLost("the runner took nothing")
+        self.sent.append(record)
 
     async def receive(self) -> RunnerRecord:
         try:
@@ -71,6 +70,10 @@ class Mesh:
         self.channels: dict[int, Channel] = {}
         self.refused: set[int] = set()
         self.blamed: list[NodeId] = []
+        self.silent: set[NodeId] = set()
+        self.seen = (INSTANCE.epoch, "ready")
+        """The instance in this node's view."""
+        self.view_changed = trio.Event()
         self.node_id = NodeId("origin")
         self.origin_certificate_der = b""
         self.settings = SimpleNamespace(call_timeout_seconds=1.0)
@@ -83,15 +86,31 @@ class Mesh:
         return {HEAD: "anna", LAST: "ben"}[node]
 
     def watch(self) -> Any:
-        return SimpleNamespace(changed=trio.sleep_forever)
+        return SimpleNamespace(changed=self._changed)
+
+    async def _changed(self) -> None:
+        await self.view_changed.wait()
+        self.view_changed = trio.Event()
+
+    async def see(self, epoch: int, state: str) -> None:
+        self.seen = epoch, state
+        self.view_changed.set()
+        await trio.testing.wait_all_tasks_blocked()
+
+    def instances(self) -> list[Any]:
+        epoch, state = self.seen
+        return [SimpleNamespace(instance_id=INSTANCE.instance_id, epoch=epoch, state=state, error="a channel broke")]
 
     def doubtful(self) -> frozenset[NodeId]:
-        return frozenset()
+        return frozenset(self.silent)
 
-    out_of_reach = doubtful
+    def out_of_reach(self) -> frozenset[NodeId]:
+        return frozenset()
 
     async def dial(self, _instance: Any, seat: int) -> Channel:
         await trio.lowlevel.checkpoint()
+        if INSTANCE.placement.node_ids[seat] in self.silent:
+            await trio.sleep_forever()
         if seat in self.refused:
             raise PeerLost(f"seat {seat} is not there")
         self.channels[seat] = Channel()
@@ -116,41 +135,112 @@ async def relay(mesh: Mesh, link: OriginLink, records: Any) -> MeshinferError:
     return caught.value
 
 
-async def test_a_cancel_that_cannot_be_sent_costs_the_link(autojump_clock: trio.testing.MockClock) -> None:
-    """Else the head would work for nobody, and take the session's next opening for a second one."""
+async def test_who_leaves_while_another_s_prompt_is_on_its_way_disturbs_nobody(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its cancel is the next that is sent; a session that the head has not heard of needs none."""
     mesh = Mesh()
-    async with connected(mesh) as links, trio.open_nursery() as nursery:
+    async with connected(mesh) as links:
         link = await links.get(INSTANCE)
-        records = await link.open(session(1))
-        mesh.channels[0].takes = False  # the socket is full of the next one's prompt
-
-        async def open_second() -> None:
-            with pytest.raises(PeerLost):
-                await link.open(session(2, tokens=1000))
-
-        nursery.start_soon(open_second)
+        head = mesh.channels[0]
+        link.open(session(1))
         await trio.testing.wait_all_tasks_blocked()
-        await link.end(session(1).session_id, cancel=True)
-        assert "no cancel" in link.lost
+        head.takes = trio.Event()
+        for number in (2, 3, 4):
+            link.open(session(number, tokens=1000))
+        await trio.sleep(0.9 * STALL_SECONDS)  # the second's is slow
+        for number in (1, 3):
+            link.end(session(number).session_id, cancel=True)
+        head.takes.set()
+        await trio.testing.wait_all_tasks_blocked()
+        first, second, fourth = session(1), session(2, tokens=1000), session(4, tokens=1000)
+        assert head.sent == [first, second, CancelSession(first.session_id), fourth]
+        assert (link.lost, link.sessions) == ("", 2)
+
+
+async def test_many_prompts_that_take_their_time_all_get_there(autojump_clock: trio.testing.MockClock) -> None:
+    """However long the last one waits for its turn."""
+    mesh = Mesh()
+    async with connected(mesh) as links:
+        link = await links.get(INSTANCE)
+        here, there = trio.testing.lockstep_stream_pair()
+        mesh.channels[0].send = OriginChannel(here).send  # type: ignore[method-assign]
+        for number in range(8):
+            link.open(session(number, tokens=PIECE_BYTES))
+        read = 0
+        with trio.move_on_after(8 * STALL_SECONDS):
+            while True:
+                read += len(await there.receive_some(PIECE_BYTES))
+                await trio.sleep(STALL_SECONDS / 5)
+        assert read > 8 * PIECE_BYTES
+        assert link.lost == ""
+
+
+async def test_a_head_that_takes_nothing_costs_the_link(autojump_clock: trio.testing.MockClock) -> None:
+    """Else it would work for nobody, and take a session's next opening for a second one."""
+    mesh = Mesh()
+    async with connected(mesh) as links:
+        link = await links.get(INSTANCE)
+        mesh.channels[0].takes = trio.Event()
+        records = link.open(session(1))
         with pytest.raises(trio.EndOfChannel):
             await records.receive()
+        assert "took nothing" in link.lost
         await mesh.channels[0].closed.wait()
         await mesh.channels[1].closed.wait()
         # What comes next goes over a link of its own.
         again = await links.get(INSTANCE)
         assert again is not link
-        await again.open(session(1))
+        again.open(session(1))
+        await trio.testing.wait_all_tasks_blocked()
         assert mesh.channels[0].sent == [session(1)]
 
 
-async def test_a_cancel_that_arrives_costs_nothing(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_session_that_is_opened_again_is_cancelled_first() -> None:
     mesh = Mesh()
     async with connected(mesh) as links:
         link = await links.get(INSTANCE)
-        await link.open(session(1))
-        await link.end(session(1).session_id, cancel=True)
-        assert mesh.channels[0].sent == [session(1), CancelSession(session(1).session_id)]
+        link.open(session(1))
+        await trio.testing.wait_all_tasks_blocked()
+        link.end(session(1).session_id, cancel=True)
+        link.open(session(1))
+        await trio.testing.wait_all_tasks_blocked()
+        assert mesh.channels[0].sent == [session(1), CancelSession(session(1).session_id), session(1)]
         assert (link.lost, await links.get(INSTANCE) is link) == ("", True)
+
+
+async def test_an_instance_that_the_view_calls_broken_has_no_link() -> None:
+    """Nothing breaks at this end where two seats are cut off from each other."""
+    mesh = Mesh()
+    async with connected(mesh) as links:
+        link = await links.get(INSTANCE)
+        records = link.open(session(1))
+        await mesh.see(INSTANCE.epoch, "broken")
+        assert "a channel broke" in link.lost
+        with pytest.raises(trio.EndOfChannel):
+            await records.receive()
+
+
+@pytest.mark.parametrize(("epoch", "state"), [(0, "broken"), (2, "placing"), (2, "broken"), (1, "loading")])
+async def test_what_the_view_says_of_another_epoch_ends_no_link(epoch: int, state: str) -> None:
+    """An old view is late, and the next epoch may come to nothing."""
+    mesh = Mesh()
+    async with connected(mesh) as links:
+        link = await links.get(INSTANCE)
+        await mesh.see(epoch, state)
+        assert link.lost == ""
+
+
+@pytest.mark.parametrize(("seat", "node", "name"), [(0, HEAD, "anna"), (1, LAST, "ben")])
+async def test_a_node_that_is_silent_is_not_waited_for(
+    seat: int, node: NodeId, name: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    mesh = Mesh()
+    mesh.silent.add(node)
+    async with connected(mesh) as links:
+        with pytest.raises(PeerLost, match=f"node {name} does not answer any more"):
+            await links.get(INSTANCE)
+        assert 1 not in mesh.channels or mesh.channels[1].closed.is_set()
 
 
 async def test_where_the_head_is_not_there_the_last_stage_is_let_go() -> None:
@@ -169,7 +259,7 @@ async def test_the_node_whose_channel_broke_is_blamed_and_named(
     mesh = Mesh()
     async with connected(mesh) as links:
         link = await links.get(INSTANCE)
-        records = await link.open(session(1))
+        records = link.open(session(1))
         mesh.channels[seat].say.close()
         error = await relay(mesh, link, records)
     assert mesh.blamed == [node]
@@ -182,7 +272,7 @@ async def test_who_ended_a_session_is_named_and_what_to_do(code: str, autojump_c
     mesh = Mesh()
     async with connected(mesh) as links:
         link = await links.get(INSTANCE)
-        records = await link.open(session(1))
+        records = link.open(session(1))
         await mesh.channels[1].say.send(SessionFailed(session(1).session_id, code, "killed by SIGKILL"))
         error = await relay(mesh, link, records)
         assert isinstance(error, PeerLost)

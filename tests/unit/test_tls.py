@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from meshinfer.base.errors import PeerLost, ProtocolError, Refused
+from meshinfer.base.ids import InstanceId, SessionId
 from meshinfer.transport.certificates import (
     Certificate,
     check_certificate,
@@ -20,11 +22,11 @@ from meshinfer.transport.certificates import (
     make_certificate,
     server_context,
 )
-from meshinfer.transport.origin import open_origin_channel
+from meshinfer.transport.origin import PIECE_BYTES, STALL_SECONDS, OriginChannel, open_origin_channel
 from meshinfer.transport.tls import ASK_AFTER_SECONDS, MAX_HANDSHAKES, WELCOME, Listener, SecureSocket, dial
 from meshinfer.wire.frames import Frame, FrameKind, encode_frame
 from meshinfer.wire.messages import ChannelOffer
-from meshinfer.wire.records import RUNNER_RECORDS, Token
+from meshinfer.wire.records import ORIGIN_RECORDS, RUNNER_RECORDS, OpenSession, Sampling, Token
 from meshinfer.wire.runner_control import ExpectChannel
 
 PATIENCE = 20.0
@@ -255,6 +257,25 @@ async def test_an_origin_gets_its_records(host: Host):
         with pytest.raises(PeerLost):
             await channel.receive()
     await channel.aclose()
+
+
+async def test_a_long_prompt_takes_its_time_as_long_as_it_moves(autojump_clock: trio.testing.MockClock):
+    here, there = trio.testing.lockstep_stream_pair()
+    prompt = OpenSession(
+        SessionId("5" * 32), InstanceId("i"), 1, (70_000,) * 4 * PIECE_BYTES, 0, 9, (), Sampling(seed=0)
+    )
+    whole, came = encode_frame(Frame(FrameKind.RECORD, 0, 0, ORIGIN_RECORDS.encode(prompt)))[0], bytearray()
+    channel = OriginChannel(here)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(channel.send, prompt)
+        while len(came) < len(whole):
+            await trio.sleep(STALL_SECONDS * 0.9)
+            came += await there.receive_some(PIECE_BYTES)
+    assert (len(whole) > 9 * PIECE_BYTES, bytes(came) == whole) == (True, True)
+    with pytest.raises(PeerLost, match="took nothing"):
+        await channel.send(prompt)
+    with pytest.raises(PeerLost, match="gone"):
+        await channel.send(prompt)
 
 
 async def test_an_origin_is_told_that_it_was_refused(host: Host):
