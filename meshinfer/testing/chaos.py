@@ -188,6 +188,9 @@ def scenarios() -> tuple[Scenario, ...]:
         found.append(Scenario(f"mute {part} for 10 s", (Fault("mute", part, seconds=10.0),)))
         bridge = (Fault("cut from origin", part, seconds=10.0),)
         found.append(Scenario(f"bridge: {part} and origin cannot reach each other for 10 s", bridge))
+    # A head that has stepped a few times only is patient for half a minute: the nodes beside the cut notice, not the data path.
+    again = (Fault("kill runner", "last", "prefill"), Fault("cut from next", "head", "first token", seconds=10.0))
+    found.append(Scenario("kill runner of last at prefill, then cut between head and middle for 10 s", again))
     for part, following in NEIGHBOURS:
         for deed, how in BETWEEN.items():
             found.append(Scenario(f"{how.format(part, following)} for 10 s", (Fault(deed, part, seconds=10.0),)))

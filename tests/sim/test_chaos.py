@@ -14,6 +14,7 @@ import trio
 import trio.testing
 
 from meshinfer.base.ids import ModelId, NodeId
+from meshinfer.serving.placing import REPAIR_SECONDS
 from meshinfer.testing.chaos import (
     Answer,
     Fault,
@@ -83,6 +84,13 @@ def test_a_repair_that_its_planner_left_half_made_holds_nobody_up(deed: str, see
     name = f"kill middle, and {deed} planner between lease and commit"
     scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
     assert play(scenario, seed).answers[0].pause_seconds <= PAUSE_SECONDS
+
+
+def test_an_origin_whose_own_view_calls_its_instance_broken_asks_for_a_repair() -> None:
+    """Nothing breaks at this end, and a second repair that nobody asks for waits until the first is ten seconds old."""
+    name = "kill runner of last at prefill, then cut between head and middle for 10 s"
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
+    assert play(scenario, 0).answers[0].pause_seconds <= REPAIR_SECONDS / 2
 
 
 @pytest.mark.parametrize("part", ["replacement", "bystander"])
