@@ -122,9 +122,8 @@ class OriginLink:
             if gone:
                 self._lose("it is gone", gone[0])
             for instance in ports.instances():
-                # Of this epoch: an older one's end is no news, and while a newer one is made, this one may go on.
-                is_ours = (instance.instance_id, instance.epoch) == (self.instance.instance_id, self.instance.epoch)
-                if is_ours and instance.state == "broken":
+                # Another epoch's end is no news: an older one's is late, and beside a newer or a rival this one may go on.
+                if _key_of(instance) == _key_of(self.instance) and instance.state == "broken":
                     self._lose(f"its instance is broken: {instance.error}")
             await watch.changed()
 
@@ -200,7 +199,7 @@ class OriginLinks:
         Raises:
             PeerLost: its runners cannot be reached.
         """
-        key = LinkKey(instance.instance_id, instance.epoch, instance.placement.placement_id)
+        key = _key_of(instance)
         lock = self._connecting.setdefault(key, trio.Lock())
         try:
             async with lock:
@@ -264,3 +263,7 @@ class OriginLinks:
         except (Refused, DeadlineExceeded) as error:
             what = f"seat {seat_index} of instance {instance.instance_id} is not there, on node {self._ports.called(node)}: {error}"
             raise PeerLost(what) from error
+
+
+def _key_of(instance: Instance) -> LinkKey:
+    return LinkKey(instance.instance_id, instance.epoch, instance.placement.placement_id)

@@ -99,7 +99,8 @@ class Mesh:
 
     def instances(self) -> list[Any]:
         epoch, state = self.seen
-        return [SimpleNamespace(instance_id=INSTANCE.instance_id, epoch=epoch, state=state, error="a channel broke")]
+        same = {"instance_id": INSTANCE.instance_id, "placement": INSTANCE.placement}
+        return [SimpleNamespace(**same, epoch=epoch, state=state, error="a channel broke")]
 
     def doubtful(self) -> frozenset[NodeId]:
         return frozenset(self.silent)
