@@ -175,6 +175,4 @@ def _read(directory: Path, arrays: list[mx.array]) -> None:
 def _warm_up(stage: Stage) -> None:
     cache = stage.make_cache()
     for length in (_WARM_UP_TOKENS, 1):
-        carried = [mx.zeros(spec.shape, getattr(mx, spec.dtype)) for spec in stage.carried_shapes(1, length)]
-        outputs = stage(mx.zeros((1, length), mx.int32), carried, cache)
-        mx.eval(outputs, stage.state_arrays(cache))
+        stage.rehearse(length, cache)

@@ -160,6 +160,12 @@ class Stage:
             )
         return tuple(array.astype(own.dtype) for array, own in zip(carried, arrays, strict=True))
 
+    def rehearse(self, length: int, cache: Cache) -> None:
+        """A step of so many tokens, for nobody; returns when it is computed."""
+        carried = [mx.zeros(spec.shape, getattr(mx, spec.dtype)) for spec in self.carried_shapes(1, length)]
+        outputs = self(mx.zeros((1, length), mx.int32), carried, cache)
+        mx.eval(outputs, self.state_arrays(cache))
+
     # --- the layers' other calls ------------------------------------------------------------------
 
     def _pass_through(self, index: int) -> Callable[..., Any]:

@@ -78,6 +78,11 @@ class Stepper:
         """Be that one of so many seats, from the next step on."""
         self._seat, self._seats = seat, seats
 
+    def rehearse(self, tokens: int) -> None:
+        """Read so many tokens as a step would, and forget them."""
+        self.stage.rehearse(tokens, self.stage.make_cache())
+        mx.clear_cache()
+
     def step(
         self, control: StepControl, tokens: mx.array | None, carried: Sequence[mx.array] = ()
     ) -> tuple[StepControl, Any]:

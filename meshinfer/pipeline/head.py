@@ -174,6 +174,10 @@ class Head:
         can_let_in = bool(self._waiting) and self._has_place_for(self._waiting[0])
         return bool(self._running or can_let_in or self._ended or self._batcher.has_operations)
 
+    def expect(self, seconds_per_token: float) -> None:
+        """This stage needs so long for a token of a prompt; of the others nothing is known before their first answer."""
+        self._patience.expect(seconds_per_token)
+
     # --- sessions -------------------------------------------------------------------------------
 
     def open(self, record: OpenSession, channel: Channel) -> None:

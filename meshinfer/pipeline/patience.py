@@ -7,7 +7,7 @@ decode steps, which the head sends one by one, are measured when the pipeline wa
 are measured per token and stage, and allowed for all stages.
 
 Five times the moving average, with a floor: what is slower than that has stopped. A process that stops
-closes no socket, unlike one that dies.
+closes no socket, unlike one that dies. First steps have more time (docs/decisions/patience-before-anything-is-usual.md).
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ FACTOR = 5.0
 """A step beside a busy neighbour takes 2 to 4 times its mean (measured with eight jobs on two cores)."""
 FLOOR_SECONDS = 2.0
 """A laptop that swaps or whose Wi-Fi roams stalls for about a second. A node that is gone must be noticed in 3."""
-FIRST_SECONDS = 30.0
-FIRST_SECONDS_PER_TOKEN = 0.5
-"""Until three steps of a kind have been seen: pages come in from disk, and MLX's own BLAS reads 8 tokens a second."""
+UNKNOWN_SECONDS = 30.0
+"""For the very first step beside what it would take if all stages were like the head's own: another may be much slower
+(512 tokens at 20 a second take 26 s), and the links too. Each stage's own agent knows better, and is first."""
+UNKNOWN_FACTOR = 2.0
 FIRST_STEPS = 3
+FIRST_FACTOR = 10.0
+FIRST_FLOOR_SECONDS = 5.0
+"""Until three steps of a kind have been seen: first ones wait for pages, kernels and caches that later ones find."""
 SMOOTHING = 0.2
 """Weight of the newest step: a mean over about the last ten."""
 
@@ -45,14 +49,25 @@ class Patience:
         """Of a step through all stages."""
         self._prefill = _Mean()
         """Of a token in one stage."""
+        self._chunk_seconds = 0.0
+        """The longest that a chunk has taken through all stages."""
+        self._expected_seconds = 0.0
+        """Of a token in the head's own stage, told before there was a step."""
+
+    def expect(self, seconds_per_token: float) -> None:
+        self._expected_seconds = seconds_per_token
 
     def allowance(self, chunk_tokens: int) -> float:
         """Seconds that a step may take; `chunk_tokens` 0 for one that samples, or runs nothing."""
         mean = self._prefill if chunk_tokens else self._decode
-        if mean.seen < FIRST_STEPS:
-            return FIRST_SECONDS + FIRST_SECONDS_PER_TOKEN * chunk_tokens
         usual = mean.seconds * (chunk_tokens * self._stages if chunk_tokens else 1)
-        return max(FLOOR_SECONDS, FACTOR * usual)
+        if mean.seen >= FIRST_STEPS:
+            return max(FLOOR_SECONDS, FACTOR * usual)
+        if not mean.seen and not chunk_tokens:
+            usual = self._chunk_seconds  # a step that samples takes no longer than a chunk
+        if usual:
+            return max(FIRST_FLOOR_SECONDS, FIRST_FACTOR * usual)
+        return UNKNOWN_SECONDS + UNKNOWN_FACTOR * self._expected_seconds * chunk_tokens * self._stages
 
     def observe(self, chunk_tokens: int, seconds: float, *, was_idle: bool) -> None:
         """A step took `seconds` of its own time.
@@ -64,5 +79,6 @@ class Patience:
         """
         if chunk_tokens:
             self._prefill.add(seconds / chunk_tokens / (self._stages if was_idle else 1))
+            self._chunk_seconds = max(self._chunk_seconds, seconds * (1 if was_idle else self._stages))
         elif was_idle:
             self._decode.add(seconds)

@@ -28,7 +28,7 @@ class Progress:
     busy_tokens: int = 0
     """Of a prompt."""
     prompt_seconds: float = 0.0
-    """The longest step of a prompt so far, the first left out: it waits for pages and kernels that later ones find."""
+    """The longest step of a prompt so far. The first of all, the rehearsal, is only what is known until there is another."""
     prompt_tokens: int = 0
     """That it read."""
     sessions: int = 0
@@ -61,7 +61,7 @@ class Progress:
         self.steps += 1
         if tokens:
             self._prompt_steps += 1
-            if self._prompt_steps > 1 and seconds > self.prompt_seconds:
+            if self._prompt_steps <= 2 or seconds > self.prompt_seconds:
                 self.prompt_seconds, self.prompt_tokens = seconds, tokens
         if decode:
             self._decode_steps += 1

@@ -49,16 +49,18 @@ STUCK_FLOOR_SECONDS = 0.75
 STUCK_FACTOR = 5.0
 """How much longer than usual a step may take. A token of a prompt never takes longer than a step that samples one, and a
 step of prompts no longer than the longest yet, or as many times that as it reads more."""
-STUCK_FIRST_SECONDS = 30.0
-STUCK_FIRST_SECONDS_PER_TOKEN = 0.5
-"""While nothing is usual yet; as patient as the head is with the others (`pipeline.patience`)."""
+STUCK_FIRST_FLOOR_SECONDS = 3.75
+"""Until a step has sampled: the first ones wait for pages, kernels and caches that later ones find. With the beats below,
+one that hangs is known after five seconds."""
+STUCK_UNMEASURED_SECONDS = 10.0
+"""For the very first step, that measures how fast this runner reads (`pipeline.seat_loop.REHEARSED_TOKENS`)."""
 STUCK_BEATS = 5
 """Of one step that must say so; late ones do not count: a runner that was stopped in mid-step and goes on is through with it in
 a second and a quarter. With the floor above, a step that hangs is known after 1.75 to 2 s: before its head gives it up."""
 
 WAITING_SECONDS = 2.0
 """For a neighbour that does not answer this node's pings either. As long as a head waits for a step once it knows how long
-steps are; before, it waits for half a minute."""
+steps are; for its very first one, it waits for half a minute."""
 
 OVERDUE_SHARE = 0.6
 """Of what a runner is allowed when only its own agent misses it, where others miss it, too: its instance broke, or the
@@ -148,9 +150,13 @@ def is_late(seconds: float) -> bool:
 
 def _honest_seconds(beat: Heartbeat) -> float:
     """How long the step that a runner is in may take before something is wrong with it."""
-    if not beat.step_seconds:
-        return STUCK_FIRST_SECONDS + STUCK_FIRST_SECONDS_PER_TOKEN * beat.busy_tokens
-    usual = beat.step_seconds * max(1, beat.busy_tokens)
-    if beat.busy_tokens and beat.prompt_tokens:
-        usual = min(usual, beat.prompt_seconds * max(1.0, beat.busy_tokens / beat.prompt_tokens))
-    return max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * usual)
+    usual: list[float] = []
+    if beat.step_seconds:
+        usual.append(beat.step_seconds * max(1, beat.busy_tokens))
+    if beat.prompt_tokens and (
+        beat.busy_tokens or not usual
+    ):  # one that samples takes no longer than one that reads some
+        usual.append(beat.prompt_seconds * max(1.0, beat.busy_tokens / beat.prompt_tokens))
+    if not usual:
+        return STUCK_UNMEASURED_SECONDS
+    return max(STUCK_FLOOR_SECONDS if beat.step_seconds else STUCK_FIRST_FLOOR_SECONDS, STUCK_FACTOR * min(usual))

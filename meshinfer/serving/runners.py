@@ -52,6 +52,11 @@ class Runner(Protocol):
     def is_alive(self) -> bool: ...
 
     @property
+    def started_at(self) -> float:
+        """When its process was, by trio's clock."""
+        ...
+
+    @property
     def listening(self) -> Listening | None:
         """Where its channels listen, once it has said so."""
         ...
@@ -89,6 +94,7 @@ class RunnerProcess:
         self._last_words: deque[str] = deque(maxlen=STDERR_LINES)
         self._listening: Listening | None = None
         self._heard = trio.Event()
+        self._started_at = trio.current_time()
 
     @classmethod
     async def start(cls) -> RunnerProcess:
@@ -109,6 +115,10 @@ class RunnerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def started_at(self) -> float:
+        return self._started_at
 
     @property
     def listening(self) -> Listening | None:

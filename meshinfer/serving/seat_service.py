@@ -69,6 +69,10 @@ TOKEN_LAPSE_SECONDS = 10.0
 """From a channel's offer to its use: one dial and one TLS handshake, with room for a slow link."""
 LISTEN_WAIT_SECONDS = 2.0
 """How long an offer waits for the runner to listen (its imports take 1 to 2 s) before it says 'not yet'."""
+WORD_SECONDS = 5.0
+"""For a runner that was told what to load to say where it listens; a spare takes 0.15 s, four others beside it on two cores."""
+PROCESS_SECONDS = 20.0
+"""For one whose process has just been started, from then on; 1.3 s there. A cold disk has Python itself to read."""
 REPORT_SECONDS = 2.0
 """How often counters that move all the time (sessions, resident bytes) reach the card."""
 LEAVING = "this node is about to leave"
@@ -359,6 +363,7 @@ class SeatService:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._link, held.linking, key, placement, runner)
+                nursery.start_soon(self._expect_word, held)
                 if key not in self._ledger.running():  # released while it started
                     await runner.stop()
                 try:
@@ -373,6 +378,17 @@ class SeatService:
                 del self._held[held.key]
         if is_last and held.key not in self._starting:  # else that seat is another process's by now
             await self._perform(self._ledger.fail(held.key, why, trio.current_time()))
+
+    async def _expect_word(self, held: _Held) -> None:
+        """Its first; without it, the seat fails. Second by second, so that an agent that slept blames nobody."""
+        starts = PROCESS_SECONDS - (trio.current_time() - held.runner.started_at)
+        for _ in range(math.ceil(max(WORD_SECONDS, starts))):
+            with trio.move_on_after(1.0):
+                await held.runner.heard.wait()
+                return
+        effects = self._ledger.fail(held.key, "its runner lives and does not begin", trio.current_time(), at_once=True)
+        if self._nursery is not None:  # as in `_heard`: not here, where stopping it ends this task
+            self._nursery.start_soon(self._perform, effects)
 
     async def _rebind(self, effect: RebindRunner) -> None:
         """The runner of the old epoch's seat goes on as the new one's.

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -109,6 +109,8 @@ class Scenario:
     nodes: int = 5
     stages: int = 3
     """As many nodes as the model needs at least."""
+    fresh: bool = False
+    """The instance is new: nobody asked it anything yet, so no step of it is usual."""
     skew_seconds: float = 0.0
     """How far the clocks of one node, which the seed picks, are ahead of the others', from the start."""
     outlasts: bool = False
@@ -155,6 +157,21 @@ def scenarios() -> tuple[Scenario, ...]:
         found += [Scenario(f"kill runner of {part} at {m}", (Fault("kill runner", part, m),)) for m in moments]
         found.append(Scenario(f"hang runner of {part}", (Fault("hang runner", part),)))
         found.append(Scenario(f"freeze runner of {part}", (Fault("freeze runner", part),)))
+        newly = Fault("hang runner", part, "first token")
+        found.append(Scenario(f"hang runner of {part} at the first token of a fresh instance", (newly,), fresh=True))
+    newly = Fault("freeze runner", "middle", "first token")
+    found.append(Scenario("freeze runner of middle at the first token of a fresh instance", (newly,), fresh=True))
+    found.append(
+        Scenario(
+            "hang runner of middle at prefill of a fresh instance",
+            (replace(newly, deed="hang runner", moment="prefill"),),
+            fresh=True,
+        )
+    )
+    stalls: tuple[Deed, ...] = ("hang runner", "freeze runner")
+    for deed in stalls:
+        again = (Fault("kill", "middle"), Fault(deed, "replacement", "repair"))
+        found.append(Scenario(f"kill middle, and {deed} of replacement during the repair", again))
     # The seat may be made again where it was, or elsewhere.
     again = (Fault("kill runner", "middle"), Fault("kill runner", "replacement", "repair"))
     found.append(Scenario("kill runner of middle, again during the repair", again))

@@ -141,6 +141,8 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
         fault.moment == "placing" for fault in scenario.faults
     ):  # it takes milliseconds: nobody hits it from outside
         return False
+    if any((fault.deed, fault.moment) == ("hang runner", "repair") for fault in scenario.faults):
+        return False  # which thread will compute cannot be told from outside before it does
     if scenario.ends == "error":
         return agents == scenario.nodes and away > agents - HOLDERS and not deeds
     fits = away <= agents - HOLDERS and not (is_split and agents <= scenario.stages)
@@ -215,12 +217,18 @@ class _Run:
         room.wait_settled()
         room.wait_for_spares()
         self._learn_what_to_expect()
+        if self.scenario.fresh:
+            room.place(self.seats)
+            room.wait_settled()
+            room.wait_for_spares()
         (instance,) = instances(next(iter(room.live().values())))
         self.epoch, self.placement = instance["epoch"], placement_from_json(instance["placement"])
         self.k = self.rng.randrange(2, TOKENS // 2)  # the rest must take longer than making the fault
         self._cast()
         self._set_clocks()
-        for name in {self.origin, self.other}:  # links and caches that stay belong to the state before
+        for name in (
+            set[str]() if self.scenario.fresh else {self.origin, self.other}
+        ):  # links and caches that stay belong to the state before
             ask(room.agents[name].url, WARM_UP.body(MODEL), Answer("warm-up", "", DEADLINE_SECONDS, 0.0))
         before = [self.first.setdefault(one.process.pid, read_agent(one)) for one in room.live().values()]
         answers = [Answer(client, self.expected[client], DEADLINE_SECONDS, 0.0) for client in QUESTIONS]

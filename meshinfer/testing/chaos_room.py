@@ -216,11 +216,11 @@ class _Run:
         before: list[Reading] = []
         async with trio.open_nursery() as watching:
             watching.start_soon(self.witness.watch_memory)
-            # Links and caches that stay for the next request belong to the state before.
-            for node in self._live():
+            # Links and caches that stay for the next request belong to the state before. Of a fresh instance there is none.
+            for node in [] if self.scenario.fresh else self._live():
                 warm_up = Answer(f"of {node.name}", exact_answer((1,), 1, 2), DEADLINE_SECONDS, shared_time())
                 await self._ask(warm_up, node, (1,), 1)
-            before = [read_node(cluster, node) for node in self._live()]
+                before.append(read_node(cluster, node))
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 for index, (origin, count) in enumerate(self._clients()):

@@ -50,8 +50,12 @@ HEARTBEAT_SECONDS = 0.25
 """As real ones."""
 PATIENCE_SECONDS = 2.0
 """How long a head waits for one stage of a step: the floor of real heads."""
-FIRST_PATIENCE_SECONDS, FIRST_STEPS = 30.0, 3
-"""Before it has seen so many steps of one token, as real ones."""
+FIRST_PATIENCE_SECONDS, FIRST_STEPS = 5.0, 3
+"""Before it has seen so many steps, as real ones."""
+UNKNOWN_PATIENCE_SECONDS = 30.0
+"""Before it has seen one."""
+REHEARSED_TOKENS = 16
+"""As real ones: what a runner knows of its pace before its first step."""
 DIAL_SECONDS = 5.0
 KEPT_SECONDS = 20.0
 """What broke off is kept so long once the pipeline is whole again, as by real ones."""
@@ -282,13 +286,14 @@ class FakeRunner:
         self._tokens = 0
         self._steps = 0
         self._steps_led = 0
-        """As head, of one token, in this epoch."""
+        """As head, in this epoch."""
         self._usual_seconds = 0.0
         """Of a token's step; 0 before the first."""
         self._broken = False
         self._hangs_since: float | None = None
         self._is_frozen = False
         self._started_at = shared_time()
+        self._started_here_at = trio.current_time()
 
     # --- as the agent sees it -------------------------------------------------------------------
 
@@ -309,6 +314,10 @@ class FakeRunner:
     @property
     def is_alive(self) -> bool:
         return not self.dead
+
+    @property
+    def started_at(self) -> float:
+        return self._started_here_at
 
     @property
     def listening(self) -> Listening | None:
@@ -466,7 +475,8 @@ class FakeRunner:
                     self._usual_seconds,
                     self._tokens,
                 )
-                self._say(Heartbeat(*counts, kept_bytes=self.kept))
+                rehearsed = REHEARSED_TOKENS if self._seat is not None else 0
+                self._say(Heartbeat(*counts, kept_bytes=self.kept, prompt_seconds=0.01, prompt_tokens=rehearsed))
 
     def take_channel(self, channel: FakeChannel) -> None:
         """An origin has dialled."""
@@ -549,6 +559,7 @@ class FakeRunner:
         seconds = speed.step_seconds if tokens == 1 else speed.prefill_seconds_per_token * tokens
         stages = len(seat.placement.seats)
         patience = PATIENCE_SECONDS if self._steps_led >= FIRST_STEPS else FIRST_PATIENCE_SECONDS
+        patience = patience if self._steps_led else UNKNOWN_PATIENCE_SECONDS
         with trio.move_on_after(patience + 5 * seconds * stages):
             runner = self
             for index in range(stages):
@@ -560,7 +571,7 @@ class FakeRunner:
                     await self.network.carry(runner.node_id, following.node_id)
                 runner = following
             await self.network.clear(runner.node_id, self.node_id)
-            self._steps_led += tokens == 1
+            self._steps_led += 1
             return runner
         await self.moves()
         if self._seat is seat:

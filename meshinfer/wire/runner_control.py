@@ -102,7 +102,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All layers are resident and one warm-up step has run."""
+    """All layers are resident."""
 
     active_bytes: Annotated[int, at_least(0)]
     """As the engine counts it."""
@@ -145,7 +145,7 @@ class Heartbeat:
     computing_seconds: Annotated[float, finite(0)] = 0.0
     """The same decode step on the engine's own clock, which leaves out what others on the machine made it wait."""
     prompt_seconds: Annotated[float, finite(0)] = 0.0
-    """The longest step so far that read of prompts; 0: there was none."""
+    """The longest step so far that read of prompts; before there is one, a rehearsal. 0: there was none."""
     prompt_tokens: Annotated[int, at_least(0)] = 0
     """That it read."""
 

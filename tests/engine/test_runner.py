@@ -91,6 +91,17 @@ def load_message(model: Path, seats: int = 1, index: int = 0) -> LoadSeat:
     return LoadSeat(str(model), INSTANCE, EPOCH, placement, index, "127.0.0.1", 16, 0)
 
 
+def test_every_runner_knows_its_pace_before_its_first_session(start_pipeline: StartPipeline, model: Path):
+    """So that its agent and its head know how long a first step may take; and nothing of that step is kept."""
+    pipeline = start_pipeline(model, (2, 4))
+    for runner in pipeline.runners:
+        beat: Heartbeat = runner.wait_for(Heartbeat, lambda beat: beat.prompt_tokens > 0)
+        assert beat.prompt_seconds > 0
+        assert (beat.step_seconds, beat.sessions, beat.cache_bytes, beat.busy_seconds) == (0.0, 0, 0, 0.0)
+    origin = pipeline.origin()
+    assert origin.ids(origin.open(session([1, 2], 8))) == plain_greedy(model, [1, 2], 8)
+
+
 # --- strangers ------------------------------------------------------------------------------------
 
 

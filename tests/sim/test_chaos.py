@@ -39,6 +39,8 @@ COMMON_SECONDS = 10.0
 """Of a fault that passes: longer than it takes to be noticed."""
 PAUSE_SECONDS = 3.0
 """Of a client after a silent stall, with the weights nearby; of virtual time."""
+UNKNOWN_PAUSE_SECONDS = 8.0
+"""The same before any step has shown how long steps are, or while layers are read."""
 
 
 def kinds(scenario: Scenario) -> set[object]:
@@ -47,7 +49,8 @@ def kinds(scenario: Scenario) -> set[object]:
     if others:
         return {scenario}
     passes = math.isfinite(fault.seconds)
-    stage = (fault.deed, passes, scenario.nodes, scenario.outlasts, scenario.ends, scenario.skew_seconds != 0)
+    skewed = scenario.skew_seconds != 0
+    stage = (fault.deed, passes, scenario.nodes, scenario.outlasts, scenario.ends, skewed, scenario.fresh)
     shown = {"part": fault.part, "moment": fault.moment, "seconds": fault.seconds, "skew": scenario.skew_seconds}
     return {(*stage, *pair) for pair in shown.items()}
 
@@ -91,6 +94,19 @@ def test_an_origin_whose_own_view_calls_its_instance_broken_asks_for_a_repair() 
     name = "kill runner of last at prefill, then cut between head and middle for 10 s"
     scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
     assert play(scenario, 0).answers[0].pause_seconds <= REPAIR_SECONDS / 2
+
+
+UNKNOWN = [
+    scenario
+    for scenario in SCENARIOS
+    if scenario.fresh or scenario.name.endswith("runner of replacement during the repair")
+]
+
+
+@pytest.mark.parametrize("scenario", UNKNOWN, ids=[scenario.name for scenario in UNKNOWN])
+def test_what_stalls_before_anything_is_usual_costs_seconds(scenario: Scenario) -> None:
+    for seed in range(2):
+        assert play(scenario, seed).answers[0].pause_seconds < UNKNOWN_PAUSE_SECONDS
 
 
 @pytest.mark.parametrize("part", ["replacement", "bystander"])

@@ -31,11 +31,14 @@ def test_what_a_prompt_may_take_is_told_by_the_longest_step_of_one_but_the_first
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     progress = Progress()
-    for tokens, seconds in ((512, 30.0), (512, 4.0), (20, 1.0), (256, 3.0)):
+    told: list[tuple[float, int]] = []
+    for tokens, seconds in ((16, 30.0), (512, 4.0), (20, 1.0), (256, 3.0)):
         progress.begin_step(tokens)
         assert progress.heartbeat().busy_tokens == tokens
         now += seconds
         progress.end_step(decode=False)
+        told.append((progress.prompt_seconds, progress.prompt_tokens))
+    assert told[0] == (30.0, 16), "the rehearsal, until there is another"
     beat = progress.heartbeat()
     assert (beat.prompt_seconds, beat.prompt_tokens, beat.busy_tokens) == (4.0, 512, 0)
 

@@ -210,6 +210,18 @@ def test_a_step_that_hangs_is_known_before_its_head_gives_it_up(book: SeatLedger
     assert now - hung_at <= FLOOR_SECONDS
 
 
+@pytest.mark.parametrize("busy_tokens", [0, 512], ids=["first token", "first chunk"])
+def test_a_first_step_that_hangs_is_known_after_five_seconds(book: SeatLedger, busy_tokens: int) -> None:
+    """Nothing but the rehearsal was done before: sixteen tokens in 20 ms."""
+    now = beats(book, start=1.0)
+    hung_at = now + 0.1
+    while not book.runner_said(
+        KEY, beat(max(0.0, now - hung_at), step_seconds=0.0, busy_tokens=busy_tokens, prompt=(0.02, 16)), now
+    ):
+        now += HEARTBEAT_SECONDS
+    assert now - hung_at <= 5.25
+
+
 def test_a_runner_that_was_stopped_in_mid_step_is_not_blamed_for_the_time_it_slept(book: SeatLedger) -> None:
     now = beats(book, start=1.0) + 3600.0
     for number in range(STUCK_BEATS):  # it reads its pages back, and is through with the step
@@ -305,8 +317,12 @@ def test_what_hangs_is_found_out_in_the_next_epoch_too_and_as_soon(book: SeatLed
             9.0, busy_tokens=20, prompt=(2.0, 512), step_seconds=0.1
         ),  # a short one may have as much that is the same for all
         beat(19.0, busy_tokens=1024, prompt=(2.0, 512), step_seconds=0.1),
-        beat(200.0, step_seconds=0.0, busy_tokens=512),  # the first one, with BLAS of the slowest kind
-        beat(25.0, step_seconds=0.0),  # the first step reads the weights from disk
+        beat(9.5, step_seconds=0.0, busy_tokens=16),  # a rehearsal
+        beat(
+            200.0, step_seconds=0.0, busy_tokens=512, prompt=(2.0, 16)
+        ),  # a first chunk, with BLAS of the slowest kind
+        beat(9.5, step_seconds=0.0, prompt=(2.0, 16)),  # the first step that samples, there
+        beat(3.5, step_seconds=0.0, prompt=(0.01, 16)),  # and on a fast machine that swaps
         beat(0.7),  # a machine that swaps, each time anew
     ],
 )
