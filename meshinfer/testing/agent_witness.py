@@ -42,10 +42,6 @@ def read_agent(agent: RunningAgent) -> Reading:
         )
     )
     seats = [seat for i in state["instances"] for seat in i["seats"] if seat["node_id"] == agent.node_id]
-    try:
-        files = psutil.Process(agent.process.pid).num_fds()
-    except psutil.Error:
-        files = 0
     return Reading(
         node=agent.node_id,
         members=frozenset(state["topology"]["nodes"]),
@@ -54,7 +50,8 @@ def read_agent(agent: RunningAgent) -> Reading:
         sessions=sum(runner["sessions"] for runner in state["runners"]),
         runners=len(state["runners"]),
         seats=sum(seat["state"] in {"loading", "linking", "ready", "cut"} for seat in seats),
-        files=files,
+        files=_files(agent.process.pid),
+        runner_files=tuple(_files(runner["pid"]) for runner in state["runners"]),
         cache_bytes=sum(runner["cache_bytes"] for runner in state["runners"]),
         kept_bytes=sum(runner["kept_bytes"] for runner in state["runners"]),
     )
@@ -154,6 +151,14 @@ def _cpu_seconds(agent: RunningAgent) -> dict[int, float]:
             times = process.cpu_times()
             found[process.pid] = times.user + times.system
     return found
+
+
+def _files(pid: int) -> int:
+    """That a process has open; 0 once it is gone."""
+    try:
+        return psutil.Process(pid).num_fds()
+    except psutil.Error:
+        return 0
 
 
 def _gauge(agent: RunningAgent, name: str) -> int:

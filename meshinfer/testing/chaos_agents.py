@@ -31,6 +31,7 @@ import httpx
 from meshinfer.api.placements import placement_from_json
 from meshinfer.base.ids import NodeId
 from meshinfer.serving.election import elect
+from meshinfer.testing.agent_process import RunningAgent
 from meshinfer.testing.agent_room import CONTEXT_TOKENS, MODEL, AgentRoom, RoomError, get, instances
 from meshinfer.testing.agent_witness import Witness, read_agent
 from meshinfer.testing.bad_lines import BadLines
@@ -50,6 +51,7 @@ from meshinfer.testing.chaos import (
     holder_now,
     kept_violations,
     rest_violations,
+    trace_violations,
 )
 from meshinfer.testing.fault_proxy import Faults
 from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
@@ -230,7 +232,7 @@ class _Run:
             set[str]() if self.scenario.fresh else {self.origin, self.other}
         ):  # links and caches that stay belong to the state before
             ask(room.agents[name].url, WARM_UP.body(MODEL), Answer("warm-up", "", DEADLINE_SECONDS, 0.0))
-        before = [self.first.setdefault(one.process.pid, read_agent(one)) for one in room.live().values()]
+        before = [self._before(one) for one in room.live().values()]
         answers = [Answer(client, self.expected[client], DEADLINE_SECONDS, 0.0) for client in QUESTIONS]
         with Witness(room) as witness:
             clients = [threading.Thread(target=self._client, args=(answer,), daemon=True) for answer in answers]
@@ -285,6 +287,11 @@ class _Run:
                     raise RoomError(f"without any fault: {answer.error}: {answer.said}")
                 self.expected[client] = "".join(str(piece) for piece in answer.got)
 
+    def _before(self, agent: RunningAgent) -> Reading:
+        """Now; but its open files as they were at first. Runners are new in each run."""
+        now = read_agent(agent)
+        return replace(now, files=self.first.setdefault(agent.process.pid, now).files)
+
     # --- the cast -------------------------------------------------------------------------------
 
     def _cast(self) -> None:
@@ -294,8 +301,7 @@ class _Run:
         hit = {node for f in self.scenario.faults if f.deed not in harmless for node in self._players(f.part)}
         if any(fault.part == "replacement" for fault in self.scenario.faults):
             hit |= {agent.node_id for agent in agents.values()}.difference(self.seats)  # one of them will be it
-        if any(fault.deed in BETWEEN for fault in self.scenario.faults):
-            hit |= {self._after(node) for node in hit}
+        hit |= {self._after(node) for f in self.scenario.faults if f.deed in BETWEEN for node in self._seated(f.part)}
         free = [name for name, agent in agents.items() if agent.node_id not in hit]
         self.origin = self.rng.choice(free or list(agents))
         self.other = self.rng.choice([name for name in free if name != self.origin] or [self.origin])
@@ -343,9 +349,13 @@ class _Run:
     def _targets(self, fault: Fault) -> list[str]:
         """Whom it can be done to now."""
         live = self.room.live()
-        players = self._players(fault.part)
+        players = self._seated(fault.part) if fault.deed in BETWEEN else self._players(fault.part)
         names = [name for name, agent in live.items() if agent.node_id in players]
         return [name for name in names if fault.deed not in OF_RUNNERS or self._pids(name)]
+
+    def _seated(self, part: Part) -> list[NodeId]:
+        """Those who may play that part and have a seat, so that there is one after theirs."""
+        return [node for node in self._players(part) if node in self.seats]
 
     def _pids(self, name: str) -> list[int]:
         """Of its runners that have seats and were not hit before."""
@@ -526,9 +536,11 @@ class _Run:
     def _come_to_rest(self, before: list[Reading]) -> tuple[float, list[str]]:
         """(seconds until all is as before, what is not in time)."""
         began = time.monotonic()
+        found = self._until_none(lambda after: trace_violations(before, after), REST_SECONDS + REPORT_SECONDS)
         with contextlib.suppress(RoomError):
             self.room.wait_settled()
-        found = self._until_none(lambda after: rest_violations(before, after), REST_SECONDS + REPORT_SECONDS)
+        found += self._until_none(lambda after: rest_violations(before, after), REST_SECONDS + REPORT_SECONDS)
+        found = list(dict.fromkeys(found))
         settled = time.monotonic() - began
         # That origins died is no reason to forget their sessions at once: stages keep them until they lapse.
         return settled, found + self._until_none(kept_violations, KEPT_SECONDS + REPORT_SECONDS)
