@@ -39,6 +39,7 @@ from meshinfer.models.store import ModelStore
 from meshinfer.testing import chaos_agents, chaos_room, churn, failing_stages, neighbours
 from meshinfer.testing.agent_room import LITTLE_MEMORY_BYTES, MEMORY_BYTES, MODEL, AgentRoom, agent_room
 from meshinfer.testing.agent_witness import idle_cpu
+from meshinfer.testing.bad_channels import BadChannels
 from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import Outcome, Scenario, machine_scenarios, percentile, scenarios
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
@@ -139,6 +140,7 @@ SETTINGS = (
     Setting("with a cable each", CabledMachines),
     Setting("with small disks", SmallDisks),
     Setting("with control lines over fault proxies", BadLines),
+    Setting("with channels over fault proxies", BadChannels),
 )
 """The plainest first."""
 WRONG_CLOCKS = Setting("with wrong clocks", SkewedClocks)

@@ -69,6 +69,13 @@ Deed = Literal[
     "drop lines",
     "half-close lines",
     "reset lines",
+    "delay channels",
+    "throttle channels",
+    "corrupt channels",
+    "stall channels",
+    "drop channels",
+    "half-close channels",
+    "reset channels",
 ]
 """kill: agent and runners die at once. leave: the agent is asked to go (SIGTERM), and does. stop: they freeze, and their sockets stay open. kill runner, hang runner: its
 runner alone dies, or computes no more while it goes on to send heartbeats. freeze runner: it alone is stopped. cut off: nothing passes from or to it;
@@ -78,7 +85,8 @@ all others reach both; mute to next: nothing from it to that one; deafen to next
 step clocks: its wall clock steps by an hour, ahead or back.
 Of real machines only: starve runner: the kernel kills it for want of memory; refuse memory: it gets no more of it;
 slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home. … lines: its
-control connections (not those of its runners) suffer that from a fault proxy, both ways."""
+control connections (not those of its runners) suffer that from a fault proxy, both ways. … channels: those of its runners
+do, and those that its own clients' answers come by."""
 OF_RUNNERS: frozenset[Deed] = frozenset(
     ("kill runner", "freeze runner", "hang runner", "starve runner", "refuse memory")
 )
@@ -240,6 +248,17 @@ def machine_scenarios() -> tuple[Scenario, ...]:
     found += [Scenario(f"{deed} of last for 10 s", (Fault(deed, "last", "first token", 10.0),)) for deed in lines]
     at_once: tuple[Deed, ...] = ("half-close lines", "reset lines")
     found += [Scenario(f"{deed} of last", (Fault(deed, "last"),)) for deed in at_once]
+    channels: tuple[Deed, ...] = (
+        "delay channels",
+        "throttle channels",
+        "corrupt channels",
+        "stall channels",
+        "drop channels",
+    )
+    broken: tuple[Deed, ...] = ("half-close channels", "reset channels")
+    for part in ("head", "last"):
+        found += [Scenario(f"{deed} of {part} for 10 s", (Fault(deed, part, seconds=10.0),)) for deed in channels]
+        found += [Scenario(f"{deed} of {part}", (Fault(deed, part),)) for deed in broken]
     slow = Fault("delay lines", "planner", "prefill", seconds=20.0)
     found.append(Scenario("kill last while the lines of the planner are slow", (slow, Fault("kill", "last"))))
     return tuple(found)

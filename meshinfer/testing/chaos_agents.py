@@ -34,6 +34,7 @@ from meshinfer.serving.election import elect
 from meshinfer.testing.agent_process import RunningAgent
 from meshinfer.testing.agent_room import CONTEXT_TOKENS, MODEL, AgentRoom, RoomError, get, instances
 from meshinfer.testing.agent_witness import Witness, read_agent
+from meshinfer.testing.bad_channels import BadChannels
 from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.chaos import (
     BETWEEN,
@@ -110,6 +111,16 @@ _LINES: dict[Deed, Faults] = {
     "drop lines": Faults(drop=True),
 }
 _WITH_LINES: frozenset[Deed] = frozenset((*_LINES, "half-close lines", "reset lines"))
+_CHANNELS: dict[Deed, Faults] = {
+    # A step of three stages and an origin crosses three or four of them.
+    "delay channels": Faults(delay=0.15, jitter=0.1),
+    # An activation of the small model (2.3 KB) takes a tenth of a second.
+    "throttle channels": Faults(rate=25_000.0),
+    "corrupt channels": Faults(corrupt=20_000.0),
+    "stall channels": Faults(stall=True),
+    "drop channels": Faults(drop=True),
+}
+_WITH_CHANNELS: frozenset[Deed] = frozenset((*_CHANNELS, "half-close channels", "reset channels"))
 _PAIRS: frozenset[Deed] = frozenset(("deafen", "mute", "cut from origin", "split", *BETWEEN))
 """Cuts between pairs of agents; their clients reach all of them."""
 _WITH_CABLES: frozenset[Deed] = frozenset((*_PAIRS, "cut off", "slow down"))
@@ -125,6 +136,8 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
         deeds -= _WITH_CABLES
     if issubclass(machines, BadLines):
         deeds -= _WITH_LINES
+    if issubclass(machines, BadChannels):
+        deeds -= _WITH_CHANNELS
     if issubclass(machines, SmallDisks):
         deeds.discard("fill disk")
     if scenario.outlasts:  # it would take a minute a run to write what the simulation writes in a moment
@@ -481,13 +494,14 @@ class _Run:
             case "step clocks", SkewedClocks():
                 machines.set_wall_clock(name, self.rng.choice((HOUR_SECONDS, -HOUR_SECONDS)))
                 return lambda: machines.set_wall_clock(name, 0.0)
-            case "half-close lines", BadLines():
-                machines.half_close(name)
-            case "reset lines", BadLines():
-                machines.reset(name)
-            case _, BadLines() if deed in _LINES:
-                machines.suffer(name, _LINES[deed])
-                return lambda: machines.suffer(name, Faults())
+            case "half-close lines" | "half-close channels", BadLines() | BadChannels():
+                machines.lines.half_close(name)
+            case "reset lines" | "reset channels", BadLines() | BadChannels():
+                machines.lines.reset(name)
+            case _, BadLines() | BadChannels() if faults := (_LINES | _CHANNELS).get(deed):
+                lines = machines.lines
+                lines.suffer(name, faults)
+                return lambda: lines.suffer(name, Faults())
             case _:
                 raise RoomError(f"{deed} cannot be done to {type(machines).__name__}")
         return None

@@ -49,6 +49,8 @@ PIECES_UNDER_WAY = 64
 RATE_PIECE_SECONDS = 0.05
 """How soon a change of rate is felt."""
 CONNECT_SECONDS = 5.0
+SO_ORIGINAL_DST = 80
+"""Of Linux; the standard library does not know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,11 @@ class _Connection:
 
 
 class FaultProxy:
-    """Passes connections on to `target`, as its faults allow."""
+    """Passes connections on to `target`, as its faults allow; to where each was going before the kernel redirected it
+    here, if that is None.
+    """
 
-    def __init__(self, target: tuple[str, int], rng: random.Random) -> None:
+    def __init__(self, target: tuple[str, int] | None, rng: random.Random) -> None:
         self._target = target
         self._rng = rng
         self._faults: dict[Direction, Faults] = {"up": Faults(), "down": Faults()}
@@ -132,11 +136,12 @@ class FaultProxy:
 
     async def _serve(self, near: trio.SocketStream) -> None:
         self.accepted += 1
+        target = self._target or _original_target(near)
         try:
             with trio.fail_after(CONNECT_SECONDS):
-                far = await trio.open_tcp_stream(*self._target)
+                far = await trio.open_tcp_stream(*target)
         except (OSError, trio.TooSlowError) as error:
-            log.info("%s:%d: %s", *self._target, error)
+            log.info("%s:%d: %s", *target, error)
             near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return
         connection = _Connection(near, far)
@@ -218,6 +223,14 @@ class FaultProxy:
     async def _sleep_unless_changed(self, seconds: float) -> None:
         with trio.move_on_after(seconds):
             await self._changed.wait()
+
+
+def _original_target(near: trio.SocketStream) -> tuple[str, int]:
+    """Where a connection was going, which Linux remembers of those that it redirects (IPv4)."""
+    address = near.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, 16)
+    assert isinstance(address, bytes)
+    port, host = struct.unpack("!2xH4s8x", address)
+    return socket.inet_ntoa(host), port
 
 
 @asynccontextmanager

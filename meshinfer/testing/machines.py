@@ -5,7 +5,7 @@
                    and what one sends to another can be made to vanish
     SkewedClocks   monotonic clocks hours apart, and wall clocks that can be set
     SmallDisks     a home of 4 MiB each, which can be filled
-    (BadLines      fault proxies between them: `testing.bad_lines`)
+    (BadLines      fault proxies between them: `testing.bad_lines`; BadChannels: between their runners)
 
 All but the first need root, as the kernel has it; `why_not()` says what else is missing here.
 """
@@ -153,7 +153,11 @@ class CabledMachines(OneMachine):
         return f"mi{self._tag}{name[:5]}"  # the kernel allows 15 characters
 
     def _host(self, name: str) -> str:
-        return f"10.78.0.{self.names.index(name) + 1}"
+        return self._host_at(self.names.index(name))
+
+    @staticmethod
+    def _host_at(place: int) -> str:
+        return f"10.78.0.{place + 1}"
 
 
 class SkewedClocks(OneMachine):

@@ -17,12 +17,14 @@ import pytest
 
 from meshinfer.testing.agent_room import AgentRoom
 from meshinfer.testing.agent_witness import NEWS_LOOKS, Witness
+from meshinfer.testing.bad_channels import CONTROL_PORT, BadChannels
 from meshinfer.testing.bad_lines import FIRST_PORT, BadLines
 from meshinfer.testing.chaos import Answer, Fault, machine_scenarios, scenarios
 from meshinfer.testing.chaos_agents import came_too_late, can_play, phases_of
 from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 from meshinfer.testing.neighbours import Round, summary
+from meshinfer.testing.proxied_lines import enter_network
 
 
 @pytest.fixture
@@ -237,7 +239,7 @@ def test_agents_on_bad_lines_reach_each_other_over_proxies_only(tmp_path: Path) 
                 with at_b:
                     a.sendall(b"hello")
                     came = at_b.recv(5)
-                    machines.reset("b")
+                    machines.lines.reset("b")
                     with contextlib.suppress(ConnectionResetError):
                         return ",".join(name for _, name in socket.if_nameindex()), came, at_b.recv(5)
                     return ",".join(name for _, name in socket.if_nameindex()), came, b""
@@ -252,8 +254,36 @@ def test_agents_on_bad_lines_reach_each_other_over_proxies_only(tmp_path: Path) 
         assert pool.submit(network).result(20) == before
 
 
+@pytest.mark.skipif(bool(BadChannels.why_not()), reason=BadChannels.why_not() or "it can")
+def test_what_is_for_a_machines_runners_comes_over_a_proxy_and_what_is_for_its_agent_does_not(tmp_path: Path) -> None:
+    with BadChannels(tmp_path) as machines, contextlib.ExitStack() as ends:
+        inside: dict[str, ThreadPoolExecutor] = {}
+        for name in ("a", "b"):
+            machines.move_in(name)
+            inside[name] = ends.enter_context(ThreadPoolExecutor(1))  # a socket is of the network that it is made in
+            inside[name].submit(enter_network, Path("/run/netns") / machines.prefix(name)[-1]).result(20)
+
+        def connection(port: int) -> tuple[socket.socket, socket.socket]:
+            host = machines.options("b")[1]
+            server = ends.enter_context(inside["b"].submit(socket.create_server, (host, port)).result(20))
+            at_a = ends.enter_context(inside["a"].submit(socket.create_connection, (host, port), 20).result(20))
+            at_b = ends.enter_context(server.accept()[0])
+            return at_a, at_b
+
+        def hears(pair: tuple[socket.socket, socket.socket], what: bytes) -> bytes:
+            with contextlib.suppress(ConnectionError):
+                pair[0].sendall(what)
+                return pair[1].recv(99)
+            return b""
+
+        control, channel = connection(CONTROL_PORT), connection(40_000)
+        assert (hears(control, b"hello"), hears(channel, b"hello")) == (b"hello", b"hello")
+        machines.lines.reset("b")
+        assert (hears(control, b"again"), hears(channel, b"again")) == (b"again", b"")
+
+
 def test_every_scenario_of_a_machine_can_be_played_on_one() -> None:
-    kinds = (OneMachine, CabledMachines, SmallDisks, BadLines)
+    kinds = (OneMachine, CabledMachines, SmallDisks, BadLines, BadChannels)
     memory = {"starve runner"} if not kills_for_memory_work() else set[str]()
     for scenario in machine_scenarios():
         if memory.isdisjoint(fault.deed for fault in scenario.faults):
