@@ -413,7 +413,7 @@ class SeatService:
             self._nursery.start_soon(self._link, linking, effect.key, effect.placement, held.runner)
 
     def _may_start_spare(self) -> bool:
-        """There is memory for a runner beyond what is promised, and nothing loads or is about to that it would slow down."""
+        """There is memory for a runner beyond what seats hold, and nothing loads or is about to that it would slow down."""
         is_calm = all(report.state in {"ready", "cut"} and not report.loads for report in self._ledger.reports())
         return self._ports.settings.spare_runner and self._has_room_for_runner() and is_calm
 
@@ -428,7 +428,7 @@ class SeatService:
 
     def _has_room_for_runner(self) -> bool:
         card = self._ports.own_card()
-        return card.memory_usable_bytes - self._ledger.promised_bytes >= card.runner_overhead_bytes
+        return card.memory_usable_bytes - self._ledger.held_bytes >= card.runner_overhead_bytes
 
     async def _heard(self, held: _Held, message: RunnerMessage) -> None:
         if isinstance(message, Heartbeat):

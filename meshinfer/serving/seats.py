@@ -294,7 +294,7 @@ class SeatLedger:
         match message:
             case Listening():
                 # Its files may have been fetched from a peer before: loading counts from nothing again.
-                seat.done_bytes, seat.last_progress_at, seat.listens = 0, now, True
+                seat.progress, seat.done_bytes, seat.last_progress_at, seat.listens = 0.0, 0, now, True
             case Loading(done_bytes, total_bytes):
                 if done_bytes > seat.done_bytes:
                     seat.done_bytes, seat.last_progress_at = done_bytes, now
@@ -406,7 +406,8 @@ class SeatLedger:
                 effects += self._cut(seat, f"another seat failed: {instance.error}", now)
             elif seat.planner is not None and seat.planner not in not_lost and instance.is_half_made:
                 effects += self._cut(seat, "its planner is gone and has left it half made", now)
-            elif seat.outlives:  # who won is gone
+            elif seat.outlives and self.promised_bytes + seat.warm_bytes <= self._usable_bytes:
+                # Who won is gone. As long as its memory is promised to another, it goes on until that one commits.
                 seat.outlives = False
                 seat.promised_bytes, seat.warm_bytes = seat.warm_bytes, 0
             elif not instance.missing:
@@ -457,6 +458,11 @@ class SeatLedger:
     def promised_bytes(self) -> int:
         return sum(seat.promised_bytes for seat in self._seats.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """Promised, or not promised any more and not given up yet."""
+        return sum(seat.promised_bytes + seat.warm_bytes for seat in self._seats.values())
+
     def reports(self) -> tuple[SeatReport, ...]:
         """One per seat, sorted, for this node's card."""
         order = sorted(self._seats, key=lambda key: (key.instance_id, key.epoch, key.seat_index))
@@ -506,8 +512,7 @@ class SeatLedger:
         """Give up warm layers, those that were cut first and those with sessions last, as far as promises need their memory."""
         effects: list[SeatEffect] = []
         for seat in sorted(self._seats.values(), key=lambda s: (s.outlives, s.lapses_at, s.key.instance_id)):
-            held = self.promised_bytes + sum(other.warm_bytes for other in self._seats.values())
-            if (seat.state == "cut" or seat.outlives) and held > self._usable_bytes:
+            if (seat.state == "cut" or seat.outlives) and self.held_bytes > self._usable_bytes:
                 effects += self._drop(seat, "its memory is needed")
         return effects
 

@@ -97,13 +97,15 @@ class Cluster:
         rng: random.Random,
         *,
         memory_bytes: int = 48 * MIB,
+        overhead_bytes: int = 0,
         model: ModelCard | None = None,
         others: Sequence[ModelCard] = (),
         speed: FakeSpeed | None = None,
         truth: Truth | None = None,
         clocks: Mapping[str, NodeClocks] | None = None,
     ) -> None:
-        """Nodes have `memory_bytes` each; by default `model` (64 MiB in 8 layers) needs two of them.
+        """Nodes have `memory_bytes` each, of which a runner takes `overhead_bytes`; by default `model` (64 MiB in 8 layers)
+        needs two of them.
 
         Every node has the files of `others`, too. With `truth` about links they are probed.
         `clocks`, by name, are those of nodes whose clocks are wrong (`testing.clocks`).
@@ -118,6 +120,7 @@ class Cluster:
         self._rng = rng
         self._clocks = dict(clocks or {})
         self._memory_bytes = memory_bytes
+        self._overhead_bytes = overhead_bytes
         self._nursery: trio.Nursery | None = None
         self._requests = 0
 
@@ -149,6 +152,7 @@ class Cluster:
             node_id=transport.node_id,
             name=name,
             addresses=transport.addresses(),
+            runner_overhead_bytes=self._overhead_bytes,
             models=tuple(HeldModel(model.model_id, model.digest, 1) for model in self.models.values()),
         )
         own_card = OwnCard(card, home)

@@ -60,7 +60,11 @@ class SeatReport:
 
     @property
     def substance(self) -> SeatReport:
-        """Without what moves all the time: nobody acts on counters, and on progress not by the percent."""
+        """Without what moves all the time: on counters nobody acts at once, and on progress not by the percent.
+
+        On `sessions`, holders of a placement that has lost do (`serving.view`): others hear them with the node's next
+        announcement, up to 4 s late, and for so long holders may disagree about when it is over.
+        """
         return replace(self, resident_bytes=0, sessions=0, step_seconds=0.0, progress=round(self.progress, 1))
 
 

@@ -20,7 +20,7 @@ from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Generated, GenerateRequest, Waiting
-from meshinfer.serving.spares import LOOK_SECONDS
+from meshinfer.serving.spares import LOOK_SECONDS, REFILL_SECONDS
 from meshinfer.testing.cards import model_card
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
@@ -258,6 +258,26 @@ def test_no_spare_process_is_started_beside_a_seat_that_is_leased() -> None:
         assert cluster.fabric.processes_of(node.node_id) == []
 
     simulate(scenario, seed=1)
+
+
+def test_no_spare_process_is_started_beside_layers_that_nobody_is_promised_any_more() -> None:
+    """They are in memory all the same."""
+
+    async def scenario(cluster: Cluster) -> None:
+        left, lost = cluster.nodes
+
+        def is_cut() -> bool:
+            return [seat.state for seat in left.mesh.topology().by_id[left.node_id].seats] == ["cut"]
+
+        await cluster.ask(left, cluster.request((1, 2), tokens=2))
+        await trio.sleep(REFILL_SECONDS)
+        cluster.kill(lost)
+        await cluster.until(is_cut)
+        await trio.sleep(LOOK_SECONDS * 3)
+        assert is_cut()
+        assert cluster.fabric.processes_of(left.node_id) == cluster.fabric.runners_of(left.node_id)
+
+    whole_agents.simulate(Cluster(random.Random(1), overhead_bytes=12 * MIB), scenario, count=2)
 
 
 @given(seeds)

@@ -372,6 +372,19 @@ def test_what_had_lost_is_promised_again_when_who_won_is_gone() -> None:
     assert (book.promised_bytes, book.is_outliving) == (60 * MIB, False)
 
 
+def test_what_had_lost_is_not_promised_again_while_its_memory_is_another_s() -> None:
+    book, live = ledger(), frozenset({ME, OTHER})
+    ready(book)
+    book.view_changed([the_other_side(book, serves=True)], live, now=1.0)
+    other = SeatKey(InstanceId("2f" * 8), 1, 0)
+    book.lease(other, placement(512), 90 * MIB, now=2.0)
+    assert book.view_changed([instance(book, "ready")], live, now=3.0) == []
+    assert (book.promised_bytes, book.is_outliving) == (90 * MIB, True)
+    assert book.view_changed([instance(book, "ready")], live, now=12.0) == []  # the lease has lapsed
+    assert book.view_changed([instance(book, "ready")], live, now=14.0) == []
+    assert (book.promised_bytes, book.is_outliving) == (60 * MIB, False)
+
+
 def test_layers_that_a_lease_was_for_are_given_up_if_it_is_never_committed() -> None:
     book = ledger()
     ready(book)
@@ -513,6 +526,17 @@ def loading(book: SeatLedger) -> None:
     book.commit(ref(1), now=0.0)
     book.runner_said(key(1), Listening(7, b"certificate"), 0.5)
     book.runner_said(key(1), Loading(30, 60), 0.6)
+
+
+def test_what_was_fetched_is_not_loaded_yet() -> None:
+    book = ledger()
+    book.lease(key(1), placement(), 60 * MIB, now=0.0)
+    book.commit(ref(1), now=0.0)
+    book.runner_said(key(1), Loading(60, 60), 0.4)  # of its files, from a peer
+    book.runner_said(key(1), Listening(7, b"certificate"), 0.5)
+    assert book.reports()[0].progress == 0.0
+    lose_the_other(book, now=1.0)
+    assert book.reports()[0].loads
 
 
 def lose_the_other(book: SeatLedger, now: float) -> None:
