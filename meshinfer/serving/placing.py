@@ -70,6 +70,9 @@ class Begun:
     least_tokens: int
     """Of context: where less is reserved, it would be refused as too long, though where it began it was not."""
 
+    def fits(self, instance: Instance) -> bool:
+        return instance.placement.context_tokens >= self.least_tokens
+
 
 class Placer:
     """Instances wanted by this node: for its requests, for whoever deletes them, and for their own sake."""
@@ -196,6 +199,8 @@ class Placer:
                     failure = error
                     continue
                 instance = await self.appears(placed)
+                if instance is not None and begun is not None and not begun.fits(instance):
+                    continue  # another origin has placed it anew meanwhile, with less
                 if instance is not None and instance.state == "broken":
                     failure = _failure_of(instance)
             while instance is not None and instance.state in {"placing", "loading"}:
@@ -261,7 +266,7 @@ class Placer:
         order = {"ready": 0, "loading": 1, "placing": 2, "broken": 3}
         known = self._ports.instances_of(model_id)
         return min(
-            (each for each in known if begun is None or each.placement.context_tokens >= begun.least_tokens),
+            (each for each in known if begun is None or begun.fits(each)),
             key=lambda instance: (
                 begun is not None and instance.placement.model_digest != begun.model_digest,
                 instance.placement.context_tokens < tokens,

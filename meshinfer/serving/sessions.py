@@ -55,6 +55,9 @@ LOOK_SECONDS = 0.1
 NO_ROOM_SECONDS = 8.0
 """How long an answer that has begun waits for room, with signs of life to its client: a node that was buried while it
 lives refutes that in seconds, and a restarted agent is back in five. A request that has not begun is told at once."""
+LESS_ROOM_SECONDS = 6.0
+"""Of these, before it makes do with less context, if that fits. Others of its instance may need all of what was reserved,
+and cannot have it back before they end: so not before a restarted agent is there."""
 SIGN_SECONDS = 1.0
 """Between two signs of life of a request that waits for room. It is asked for again then, and whenever the mesh changes.
 Also the longest that one waits to ask a head with a full queue again: a place comes free with every answer that ends."""
@@ -231,8 +234,9 @@ class Sessions:
         watch = self._ports.watch()
         while True:
             emitted = len(token_log.emitted)
+            makes_do = trio.current_time() >= room_until - NO_ROOM_SECONDS + LESS_ROOM_SECONDS
             try:
-                return await self._attempt(request, token_log, events, avoid, resumed=resumed)
+                return await self._attempt(request, token_log, events, avoid, resumed=resumed, makes_do=makes_do)
             except (NoRoom, UnknownModel) as error:  # the only node with the files may be the one that was lost
                 now = trio.current_time()
                 room_until = min(room_until, now + NO_ROOM_SECONDS)
@@ -278,8 +282,9 @@ class Sessions:
         avoid: frozenset[NodeId],
         *,
         resumed: bool,
+        makes_do: bool,
     ) -> None:
-        """Get an instance and run what is left of the request on it.
+        """Get an instance and run what is left of the request on it; if it `makes_do`, with no more context than it needs.
 
         Raises:
             PeerLost: the instance broke; what came until then is in the log.
@@ -300,9 +305,8 @@ class Sessions:
             instance = await find(request.model_id, request.workload, waiting, avoid, tokens, begun)
         except NoRoom:
             # What somebody reserved for long conversations may need a node more than this answer does.
-            if not (
-                resumed and request.least_context_tokens and least.context_tokens < request.workload.context_tokens
-            ):
+            can_shrink = request.least_context_tokens > 0 and least.context_tokens < request.workload.context_tokens
+            if not (makes_do and can_shrink):
                 raise
             instance = await find(request.model_id, least, waiting, avoid, wanted, begun)
         tokens = max(wanted, min(tokens, instance.placement.context_tokens))

@@ -175,6 +175,39 @@ def test_an_answer_goes_on_with_the_context_that_it_needs_where_what_was_reserve
     whole_agents.simulate(Cluster(random.Random(1), model=model), scenario, 3)
 
 
+def test_who_could_make_do_with_less_context_leaves_a_lost_node_the_time_to_come_back_for_those_who_cannot() -> None:
+    """What is reserved anew for a short answer would be too little for the long one beside it."""
+
+    async def scenario(cluster: Cluster) -> None:
+        planner, model_id = cluster.nodes[0].serving.planner, cluster.model.model_id
+        large = replace(WORKLOAD, context_tokens=640, concurrency=2)
+        assert len((await planner.preview(model_id, large, Constraints())).plans[0].placement.node_ids) == 3
+        await cluster.nodes[0].serving.placer.place(Place(model_id, large, Constraints()))
+        await cluster.until(lambda: [i.state for i in cluster.nodes[0].instances()] == ["ready"])
+        origin, victim = cluster.nodes[:2]
+
+        async def ask(tokens: int, on_token: Callable[[int], None] | None = None) -> None:
+            request = replace(cluster.request((tokens,), tokens, workload=large), least_context_tokens=256)
+            assert await cluster.ask(origin, request, on_token) == exact_answer((tokens,), 7, tokens)
+
+        async def restart_agent() -> None:
+            cluster.kill(victim)
+            await trio.sleep(4.0)
+            await cluster.restart(victim)
+
+        async with trio.open_nursery() as nursery:
+
+            def on_token(index: int) -> None:
+                if index == 5:
+                    nursery.start_soon(restart_agent)
+
+            nursery.start_soon(ask, 600)
+            nursery.start_soon(ask, 40, on_token)
+
+    model = model_card(layer_bytes=(8 * MIB,) * 8, kv_elements_per_token=1024)
+    whole_agents.simulate(Cluster(random.Random(1), model=model), scenario, 3)
+
+
 @given(seeds)
 @few
 def test_a_killed_runner_is_made_again_and_nothing_else_is_touched(seed: int) -> None:
