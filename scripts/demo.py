@@ -6,14 +6,14 @@ What you see, in this order, each step with a deadline:
 3. the model is placed over all three, with the planner's reasons why on no fewer;
 4. a node that does not hold the head is asked for the capital of France, and streams the answer;
 5. the same question, to one unsplit process with the same engine and settings: the same words, other figures;
-6. that node is asked something longer, and in mid-answer the head's agent is killed (SIGKILL): the answer goes on, with
-   the words that it would have had;
+6. placed over all three for shorter conversations, the model is asked something longer, and in mid-answer the head's
+   agent is killed (SIGKILL): the answer goes on, with the words that it would have had;
 7. who is left answers the first question again.
 
 How the memory limit is chosen: with the planner itself, on three imaginary nodes. It is the least with
 which two nodes can hold the model for a conversation of 512 tokens (and, since a model that fits one
 node is never split, one node cannot), and a little more. The first placement reserves room for a longer
-conversation, for which two nodes do not suffice. After the kill, what the request itself wants is reserved: 512.
+conversation, for which two nodes do not suffice; the one whose head is killed reserves 512.
 
 Exit code 0 only if all of that happened. `--keep` then leaves the mesh up until Ctrl-C and prints its
 URLs. `--json FILE` writes the figures. Whatever happens, no process is left behind: agents end by
@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,7 +48,7 @@ from rich.table import Table
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.base.units import MIB, format_bytes, format_seconds
-from meshinfer.cli.agent_client import get, post
+from meshinfer.cli.agent_client import delete, get, post
 from meshinfer.cli.chat import Answer, Dials, ask_model
 from meshinfer.cli.plan import previews
 from meshinfer.cli.status import layers_of, links_table
@@ -337,11 +337,11 @@ def ask_through_a_kill(agent: RunningAgent, head: RunningAgent) -> tuple[str, fl
     return text, max(after - before for before, after in pairwise(moments[KILLED_AFTER - 1 :]))
 
 
-def place(agent: RunningAgent, workload: Workload) -> Any:
-    """Ask `agent` for an instance, and wait until it is ready."""
+def place(agent: RunningAgent, workload: Workload, layers: Sequence[str] = ()) -> Any:
+    """Ask `agent` for an instance, and wait until it is ready; `layers` (`name=count`): who takes part in any case."""
     body = {"model_id": MODEL, "context": workload.context_tokens, "concurrency": workload.concurrency}
     started = time.monotonic()
-    post(agent.url, "", "/instance", body)
+    post(agent.url, "", "/instance", body | {"layers": list(layers)})
     instance = wait_for("the model is loaded", LOAD_SECONDS, lambda: instance_at(agent, "ready"))
     screen.print(f"[dim]loaded and linked in {format_seconds(time.monotonic() - started)}[/]")
     return instance
@@ -401,14 +401,21 @@ def tell(agents: Agents) -> dict[str, Any]:
         raise DemoFailedError(f"split, the model says {split.texts}; whole, {whole.texts}")
     compare(split, whole)
 
-    title(f"{head.name} is killed in the middle of an answer")
+    title("One is killed in the middle of an answer")
+    delete(asked.url, "", f"/instance/{instance['instance_id']}")
+    wait_for("its memory is free", LOAD_SECONDS, lambda: instance_at(asked, "ready") is None or None)
+    screen.print(f"[dim]Placed anew over all three, for {CONTEXT_TOKENS} tokens, for which two suffice:[/]")
+    third = len(info.card.layers) // len(mesh)
+    parts = (third, third, len(info.card.layers) - 2 * third)
+    shares = [f"{agent.name}={part}" for agent, part in zip(mesh, parts, strict=True)]
+    instance = place(asked, Workload(context_tokens=CONTEXT_TOKENS, concurrency=CONCURRENCY), shares)
+    show_placement(asked, instance)
+    head = next(agent for agent in mesh if agent.node_id == instance["placement"]["seats"][0]["node_id"])
+    asked = next(agent for agent in mesh if agent is not head)
     text, pause_seconds = ask_through_a_kill(asked, head)
     if text != whole.long.text:
         raise DemoFailedError(f"after the kill, the model says {text}; else, {whole.long.text}")
-    screen.print(
-        f"[dim]The words that it had before, too, with a pause of {format_seconds(pause_seconds)}. Two have room for "
-        f"{CONTEXT_TOKENS} tokens, which is what a request reserves:[/]"
-    )
+    screen.print(f"[dim]The words that it had before, too, with a pause of {format_seconds(pause_seconds)}.[/]")
     instance = instance_at(asked, "ready")
     if instance is None or holds(head, instance):
         raise DemoFailedError("the model was not placed anew on who is left")
