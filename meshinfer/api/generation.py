@@ -99,7 +99,7 @@ class Generation:
         prompt_ids = await trio.to_thread.run_sync(model.render_chat, ask.messages, abandon_on_cancel=True)
         self._prompt_tokens = len(prompt_ids)
         self._metrics.prompt_tokens(len(prompt_ids))
-        reserved = reserved_context(self._backend.instances(), card, self._settings)
+        reserved = reserved_context(self._backend.instances(), card, self._settings, len(prompt_ids))
         room = reserved - len(prompt_ids)
         if room < 1:
             raise ContextExceeded(
@@ -161,13 +161,18 @@ class Generation:
             await report.send(Ended(index, reason, answer.stop))
 
 
-def reserved_context(instances: tuple[Instance, ...], card: ModelCard, settings: Settings) -> int:
-    """Tokens that prompt and answer may take together: what is reserved, or what would be reserved."""
-    usable = [found for found in instances if found.placement.model_id == card.model_id and found.state != "broken"]
-    if usable:
-        ready = [found for found in usable if found.state == "ready"]
-        return max(found.placement.context_tokens for found in ready or usable)
-    return usual_context(card, settings)
+def reserved_context(instances: tuple[Instance, ...], card: ModelCard, settings: Settings, prompt_tokens: int) -> int:
+    """Tokens that prompt and answer may take together: what is reserved, or what would be reserved.
+
+    Of what is being repaired only where the prompt needs it: less may fit where that does not.
+    """
+    ours = [found for found in instances if found.placement.model_id == card.model_id]
+    usable = [found for found in ours if found.state != "broken"]
+    ready = [found for found in usable if found.state == "ready"]
+    reserved = max((one.placement.context_tokens for one in ready or usable), default=usual_context(card, settings))
+    if prompt_tokens < reserved:
+        return reserved
+    return max((one.placement.context_tokens for one in ours), default=reserved)
 
 
 def usual_context(card: ModelCard, settings: Settings) -> int:
