@@ -1,8 +1,8 @@
 """Where the MLX thread finds what other threads brought: one mailbox with two lanes.
 
 The *seats* lane has steps and answers of the neighbours, channels that opened or broke, and the agent's
-word that this is another epoch's seat now; the *origins*
-lane has records of origins, and what is said of them. They are apart because the head, in the middle of a step, waits for an answer
+word that this is another epoch's seat now, or that an origin has vanished; the *origins* lane has records of origins,
+and the end of their channels. They are apart because the head, in the middle of a step, waits for an answer
 and must get past any number of waiting requests to find it.
 
 Both are bounded: a reader thread whose lane is full waits, stops reading, and TCP lets the sender feel it.
@@ -64,7 +64,8 @@ class Mailbox:
     def put(self, mail: Mail) -> None:
         """Leave `mail`; a frame waits for its place."""
         with self._changed:
-            # An origin's end stands behind its records; its opening before any step of its sessions.
+            # The end of an origin's channel stands behind its records; its opening before any step of its sessions. That
+            # its node has vanished is of the channel before, and must not come behind the opening of the one after.
             if _is_of_origins(mail):
                 lane, limit = self._origins, ORIGINS_LANE_RECORDS
             else:
@@ -90,10 +91,8 @@ class Mailbox:
 
 def _is_of_origins(mail: Mail) -> bool:
     match mail:
-        case Opened() | Rebind():
+        case Opened() | Rebind() | OriginGone():
             return False
-        case OriginGone():
-            return True
         case Broken(role):
             return role == "origin"
         case Arrived(channel):

@@ -222,6 +222,7 @@ class SeatLoop:
             self._head.expect(self._progress.prompt_seconds / self._progress.prompt_tokens)
 
     def _rehearse(self) -> None:
+        self._refresh()  # by how many bytes it holds, its agent judges how long this may take
         self._progress.begin_step(REHEARSED_TOKENS)
         self._stepper.rehearse(REHEARSED_TOKENS)
         self._progress.end_step(decode=False)

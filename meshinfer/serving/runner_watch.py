@@ -53,7 +53,11 @@ STUCK_FIRST_FLOOR_SECONDS = 3.75
 """Until a step has sampled: the first ones wait for pages, kernels and caches that later ones find. With the beats below,
 one that hangs is known after five seconds."""
 STUCK_UNMEASURED_SECONDS = 10.0
-"""For the very first step, that measures how fast this runner reads (`pipeline.seat_loop.REHEARSED_TOKENS`)."""
+"""For the very first step, that measures how fast this runner reads (`pipeline.seat_loop.REHEARSED_TOKENS`): five times
+what a stage of the small model takes on a slow machine with the slowest BLAS that we know."""
+SLOWEST_REHEARSED_BYTES_PER_SECOND = 18e6
+"""Of what a runner holds, if that takes longer: the largest stage of the small model, of 180 MB, has those ten seconds, one
+of 3 GB nearly three minutes. Raising it ends sound runners of large layers on slow machines again and again."""
 STUCK_BEATS = 5
 """Of one step that must say so; late ones do not count: a runner that was stopped in mid-step and goes on is through with it in
 a second and a quarter. With the floor above, a step that hangs is known after 1.75 to 2 s: before its head gives it up."""
@@ -158,5 +162,5 @@ def _honest_seconds(beat: Heartbeat) -> float:
     ):  # one that samples takes no longer than one that reads some
         usual.append(beat.prompt_seconds * max(1.0, beat.busy_tokens / beat.prompt_tokens))
     if not usual:
-        return STUCK_UNMEASURED_SECONDS
+        return max(STUCK_UNMEASURED_SECONDS, beat.active_bytes / SLOWEST_REHEARSED_BYTES_PER_SECOND)
     return max(STUCK_FLOOR_SECONDS if beat.step_seconds else STUCK_FIRST_FLOOR_SECONDS, STUCK_FACTOR * min(usual))

@@ -519,19 +519,21 @@ class SeatService:
             await self._perform(self._ledger.tick(trio.current_time()))
 
     async def _look_at_runners(self) -> None:
-        while True:
-            await sleep_to_beat(LOOK_SECONDS)
-            now = trio.current_time()
-            if effects := self._ledger.look_at_runners(now):
-                await self._perform(effects)
-            out_of_reach = self._ports.out_of_reach()
-            for key, lost in self._ledger.cut_off(out_of_reach, now):
-                if held := self._held.get(key):
-                    await self._heard(held, lost)  # as if its runner had said so
-            reached = self._ports.topology().by_id.keys() - out_of_reach
-            for held in list(self._held.values()):
-                for certificate_der in held.origins.vanished(reached, now):
-                    await self._forget_origin(held, certificate_der)
+        async with trio.open_nursery() as telling:
+            while True:
+                await sleep_to_beat(LOOK_SECONDS)
+                now = trio.current_time()
+                if effects := self._ledger.look_at_runners(now):
+                    await self._perform(effects)
+                out_of_reach = self._ports.out_of_reach()
+                for key, lost in self._ledger.cut_off(out_of_reach, now):
+                    if held := self._held.get(key):
+                        await self._heard(held, lost)  # as if its runner had said so
+                reached = self._ports.topology().by_id.keys() - out_of_reach
+                for held in list(self._held.values()):
+                    for certificate_der in held.origins.vanished(reached, now):
+                        # Not awaited: a frozen runner's socket may be full, and these looks are what finds it out.
+                        telling.start_soon(self._forget_origin, held, certificate_der)
 
     async def _forget_origin(self, held: _Held, certificate_der: bytes) -> None:
         log.info("seat %s: an origin has vanished; its sessions end here", held.key)

@@ -1,4 +1,6 @@
-"""A step that goes wrong in the head itself ends its sessions, and neither the process nor its loaded layers."""
+"""The loop of a runner: what ends a session, a channel, an epoch, and neither the process nor its loaded layers; and
+what its agent hears of a rehearsal.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from meshinfer.pipeline.mailbox import Arrived, Mailbox, Opened
 from meshinfer.pipeline.progress import Progress
 from meshinfer.pipeline.seat_loop import SeatLoop
 from meshinfer.topology.placement import Seat
+from meshinfer.transport.certificates import fingerprint
 from meshinfer.wire.frames import Frame, FrameKind
 from meshinfer.wire.records import (
     ORIGIN_RECORDS,
@@ -28,21 +31,24 @@ from meshinfer.wire.records import (
     SessionFailed,
     Token,
 )
-from meshinfer.wire.runner_control import ChannelLost, Rebind, RunnerMessage
+from meshinfer.wire.runner_control import ChannelLost, Heartbeat, OriginGone, Rebind, RunnerMessage
 from meshinfer.wire.steps import StepControl
 
 
 class OriginChannel:
     """Where its records end: here."""
 
-    role, seat, peer, dialled = "origin", -1, "origin", False
+    role, seat, dialled = "origin", -1, False
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str = "origin") -> None:
+        self.peer = peer
         self.records: list[RunnerRecord] = []
+        self.ends: list[str] = []
 
     def start(self, *_given: Any) -> None: ...
 
-    def end(self, _reason: str) -> None: ...
+    def end(self, reason: str) -> None:
+        self.ends.append(reason)
 
     def finish(self, _reason: str) -> None: ...
 
@@ -104,3 +110,33 @@ def test_a_step_of_its_own_that_cannot_be_ends_the_epoch_and_not_the_process(mon
     while not cast("Token", work_until(again, origin, Token)).finish:
         pass
     assert [r.index for r in origin.records if isinstance(r, Token)] == [0, 1, 2]
+
+
+def test_an_origin_that_is_back_keeps_its_new_channel():
+    """Its agent took it for gone, and then offered it another channel: it opens before the runner has read its mail."""
+    pipeline, stepper = one_seat()
+    mailbox = Mailbox()
+    loop = SeatLoop(pipeline.load, stepper, mailbox, Progress(), list[RunnerMessage]().append)
+    before, after = (OriginChannel(fingerprint(b"of the origin")) for _ in range(2))
+    mailbox.put(Opened(cast("Channel", before)))
+    loop._work()
+    mailbox.put(OriginGone(b"of the origin"))
+    mailbox.put(Opened(cast("Channel", after)))
+    loop._work()
+    assert before.ends
+    assert not after.ends
+
+
+def test_its_agent_knows_how_much_it_holds_while_it_rehearses(monkeypatch: pytest.MonkeyPatch):
+    pipeline, stepper = one_seat()
+    mailbox, progress, beats = Mailbox(), Progress(), list[Heartbeat]()
+    real = stepper.rehearse
+
+    def rehearse(tokens: int) -> None:
+        beats.append(progress.heartbeat())
+        real(tokens)
+
+    monkeypatch.setattr(stepper, "rehearse", rehearse)
+    mailbox.put(Rebind(2, pipeline.load.placement, 0))
+    SeatLoop(pipeline.load, stepper, mailbox, progress, list[RunnerMessage]().append).run()
+    assert [beat.active_bytes > 0 for beat in beats] == [True]

@@ -222,6 +222,17 @@ def test_a_first_step_that_hangs_is_known_after_five_seconds(book: SeatLedger, b
     assert now - hung_at <= 5.25
 
 
+@pytest.mark.parametrize(("held_bytes", "seconds"), [(180 * 10**6, 10.5), (300 * 10**6, 17.0)])
+def test_a_rehearsal_that_hangs_is_known_by_the_size_of_its_layers(
+    book: SeatLedger, held_bytes: int, seconds: float
+) -> None:
+    now = beats(book, start=1.0)
+    hangs = replace(beat(seconds, step_seconds=0.0, busy_tokens=16), active_bytes=held_bytes)
+    for _ in range(STUCK_BEATS):
+        book.runner_said(KEY, hangs, now := now + HEARTBEAT_SECONDS)
+    assert states(book) == ["failed"]
+
+
 def test_a_runner_that_was_stopped_in_mid_step_is_not_blamed_for_the_time_it_slept(book: SeatLedger) -> None:
     now = beats(book, start=1.0) + 3600.0
     for number in range(STUCK_BEATS):  # it reads its pages back, and is through with the step
@@ -318,6 +329,8 @@ def test_what_hangs_is_found_out_in_the_next_epoch_too_and_as_soon(book: SeatLed
         ),  # a short one may have as much that is the same for all
         beat(19.0, busy_tokens=1024, prompt=(2.0, 512), step_seconds=0.1),
         beat(9.5, step_seconds=0.0, busy_tokens=16),  # a rehearsal
+        replace(beat(16.0, step_seconds=0.0, busy_tokens=16), active_bytes=300 * 10**6),  # of six times the layers
+        replace(beat(160.0, step_seconds=0.0, busy_tokens=16), active_bytes=3 * 10**9),
         beat(
             200.0, step_seconds=0.0, busy_tokens=512, prompt=(2.0, 16)
         ),  # a first chunk, with BLAS of the slowest kind
