@@ -61,7 +61,7 @@ LOOK_AROUND_SECONDS = 2.0
 LOAD_STEP = 0.1
 """Of all cores: a change that a planner could care about."""
 LEAVE_SECONDS = 45.0
-"""For this node's own answers to end and its seats to be loaded elsewhere. A second Ctrl-C does not wait for it."""
+"""For this node's seats to be loaded elsewhere and its own answers to end. A second Ctrl-C does not wait for it."""
 GOODBYE_SECONDS = 3.0
 """To say it: one message to each neighbour, none of them waited for. Three seconds are a machine that swaps."""
 
@@ -159,8 +159,8 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
                     note_api(settings.home, api.url)
                     await trio.to_thread.run_sync(remember, settings.home, membership)
                     show(api)
-                    # Until here cancelling ends it at once. From here on it is a wish: answers end, seats are handed
-                    # over and the goodbye is said by services that still run.
+                    # Until here cancelling ends it at once. From here on it is a wish: seats are handed over,
+                    # answers end and the goodbye is said by services that still run.
                     nursery.cancel_scope.shield = True
                     await asked.wait()
                     await _leave(serving, mesh, name)

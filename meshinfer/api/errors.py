@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshinfer.base.errors import BadInput, MeshinferError
+from meshinfer.base.errors import BadInput, MeshinferError, NodeLeaving
 
 
 class BadParameter(BadInput):
@@ -106,6 +106,8 @@ def status_of(error: MeshinferError) -> int:
 
 
 def headers_of(error: MeshinferError) -> dict[str, str]:
+    if isinstance(error, NodeLeaving):  # who waits would ask this node again, which is gone by then
+        return {}
     retry_after = _RETRY_AFTER_SECONDS.get(status_of(error))
     return {"retry-after": retry_after} if retry_after else {}
 

@@ -238,7 +238,8 @@ def _tell_of_repair(answer: Answer) -> None:
     """Why the words stop. On a line of its own: a status line would wipe out the half line of text."""
     if out.is_terminal and answer.text and not answer.text.endswith("\n"):
         err.print()
-    err.print("a node was lost on the way; the answer goes on when its place is taken …", style="dim", soft_wrap=True)
+    told = "a part of the model is being moved to another node; the answer goes on when it is there …"
+    err.print(told, style="dim", soft_wrap=True)
 
 
 def _chunks(response: httpx.Response, url: str, on_repair: Callable[[], None]) -> Iterator[Any]:

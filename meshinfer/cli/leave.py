@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 # ruff: noqa: PLC0415 - the other commands start without it
 
 LEAVE_SECONDS = 60.0
-"""The agent gives its own answers and the hand-over of its seats 45 s together; then it has ended, whatever came of it."""
+"""The agent gives the hand-over of its seats and its own answers 45 s together; then it has ended, whatever came of it."""
 LOOK_SECONDS = 0.1
 
 
 def leave(home: HomeOption = None) -> None:
-    """End this node's agent: its answers come to their end, its layers move to other nodes, then it goes.
+    """End this node's agent: its layers move to other nodes, its clients' answers come to their end, then it goes.
 
     The same as Ctrl-C in the terminal of `meshinfer up`. Given again, it only waits, too; what ends the agent at once
     is a second Ctrl-C there.
@@ -41,7 +41,7 @@ def leave(home: HomeOption = None) -> None:
             f"the agent (process {pid}) cannot be told: {error}", do="run this as the user who started it"
         ) from error
     deadline = time.monotonic() + LEAVE_SECONDS
-    with err.status("leaving: answers end, layers move to other nodes …"):
+    with err.status("leaving: layers move to other nodes, answers end …"):
         while _is_there(agent):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(

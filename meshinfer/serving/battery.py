@@ -1,7 +1,7 @@
 """The machine's battery, where the platform tells of one: a laptop leaves the mesh before it switches itself off.
 
-Whoever pulls a plug has told nobody. With a few percent left there is still time to let answers end and to have this
-node's layers loaded elsewhere (a minute); once the machine is asleep, the others can only repair.
+Whoever pulls a plug has told nobody. With a few percent left there is still time to have this node's
+layers loaded elsewhere and to let answers end (a minute); once the machine is asleep, the others can only repair.
 """
 
 from __future__ import annotations

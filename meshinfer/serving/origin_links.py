@@ -1,6 +1,6 @@
 """An origin's channels to the runners of an instance, shared by all its sessions there.
 
-One link per (instance, epoch): a channel to the head, on which sessions are opened and cancelled,
+One link per (instance, epoch, placement): a channel to the head, on which sessions are opened and cancelled,
 and one to the last stage, from which tokens come straight here (one and the same channel where a
 single seat is both). Records are handed to their session's queue; a lost channel ends every session
 on it at once, which is how the data path notices a dead node before any gossip does. What the data path cannot notice

@@ -28,7 +28,7 @@ from meshinfer.base.ids import NodeId
 
 START_SECONDS = 90.0
 STOP_SECONDS = 60.0
-"""An agent may first let its clients' answers end, and others load its seats."""
+"""An agent may first have others load its seats, and let its clients' answers end."""
 LOG_CHARACTERS = 3000
 """Of an agent's last words, in errors."""
 

@@ -194,7 +194,7 @@ def scenarios() -> tuple[Scenario, ...]:
     found.append(Scenario("cut off origin for 15 s in a long answer", origin, nodes=6, outlasts=True, ends="either"))
     for moment in moments:
         found.append(Scenario(f"kill origin at {moment}", (Fault("kill", "origin", moment),), nodes=6))
-    # Asked to leave, a node lets its own clients' answers end and has its seats loaded elsewhere: nobody sees an error.
+    # Asked to leave, a node has its seats loaded elsewhere and lets its own clients' answers end: nobody sees an error.
     leavers: tuple[Part, ...] = (*parts, "origin")
     found += [Scenario(f"{part} leaves", (Fault("leave", part),)) for part in leavers]
     both: tuple[tuple[Part, Part], ...] = (("head", "middle"), ("middle", "last"))

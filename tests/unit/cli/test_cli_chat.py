@@ -39,7 +39,7 @@ def test_a_repair_is_told_once_and_stays_out_of_the_answer(agent: ScriptedAgent)
     result = ask(agent, "What is the capital of France?")
 
     assert result.stdout == "Paris.\n"
-    assert result.stderr.count("a node was lost") == 1
+    assert result.stderr.count("being moved to another node") == 1
 
 
 def test_what_the_model_says_is_not_taken_for_markup(agent: ScriptedAgent):
