@@ -126,6 +126,8 @@ class Scenario:
     ends: Literal["success", "error", "either"] = "success"
     """What the clients of live origins must see. either: the fault outlasts what a request waits for, or hits the
     origin itself."""
+    clients: int = 3
+    """Who ask at once."""
 
 
 NEIGHBOURS: tuple[tuple[Part, Part], ...] = (("head", "middle"), ("middle", "last"), ("last", "head"))
@@ -203,6 +205,9 @@ def scenarios() -> tuple[Scenario, ...]:
             Scenario(f"{one} and {other} leave at once", (Fault("leave", one), Fault("leave", other)), nodes=6)
         )
     found.append(Scenario("kill a bystander", (Fault("kill", "bystander"),)))
+    for part in ("head", "middle"):
+        name = f"kill {part} while more clients ask than there are places"
+        found.append(Scenario(name, (Fault("kill", part),), clients=9))
     found.append(Scenario("kill and restart middle", (Fault("kill", "middle", seconds=1.0),)))
     split = (Fault("split", "origin", seconds=10.0),)
     found.append(Scenario("split for 10 s", split, nodes=6))
@@ -332,7 +337,17 @@ FILES_SLACK = 12
 processes compares with the first reading of each, so that a leak of one a run shows too."""
 RUNNER_FILES_SLACK = 2
 """The first and the last stage have a channel to each origin and so the most: 10 with two of them. What is closing counts, too."""
-TYPED = frozenset(("no_room", "peer_lost", "deadline_exceeded", "generation_failed", "model_not_found", "node_leaving"))
+TYPED = frozenset(
+    (
+        "no_room",
+        "queue_full",
+        "peer_lost",
+        "deadline_exceeded",
+        "generation_failed",
+        "model_not_found",
+        "node_leaving",
+    )
+)
 """Codes that an answer may end with when nodes are lost: each says what it means. `internal` is none of them."""
 
 

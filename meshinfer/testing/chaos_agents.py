@@ -140,6 +140,8 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
         deeds -= _WITH_CHANNELS
     if issubclass(machines, SmallDisks):
         deeds.discard("fill disk")
+    if scenario.clients > len(QUESTIONS):
+        return False
     if scenario.outlasts:  # it would take a minute a run to write what the simulation writes in a moment
         return False
     if scenario.skew_seconds and not issubclass(machines, SkewedClocks):

@@ -3,9 +3,9 @@
     outcome = play(scenario, seed)
 
 Agents, planner, membership, sessions are the product's own (`testing.cluster`); runners are the exact
-engine (`testing.engine`), so every answer is known to the letter. Three clients ask at once: the first
-is the one whose progress times the faults, the second has another origin, the third stays away from
-everything that is hit. When all have their answers and the faults are over, the nodes are read.
+engine (`testing.engine`), so every answer is known to the letter. Three clients or more ask at once: the
+first is the one whose progress times the faults, the others may have other origins, and stay away from everything
+that is hit. When all have their answers and the faults are over, the nodes are read.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ from meshinfer.wire.messages import LEASE, Place
 
 log = logging.getLogger(__name__)
 
-CLIENTS = ("first", "second", "third")
+CLIENTS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
 TOKENS = 60
 LONG_TOKENS = 600
 """Some twenty seconds: whoever computes them for nobody still does so when everything must be at rest."""
 PROMPT_TOKENS = 8
-WORKLOAD = Workload(context_tokens=PROMPT_TOKENS + LONG_TOKENS, concurrency=1)
+WORKLOAD = Workload(context_tokens=PROMPT_TOKENS + LONG_TOKENS, concurrency=3)
+"""A place for each client of most scenarios. With four, no plan has three stages."""
 DEADLINE_SECONDS = 120.0
 REST_SECONDS = 5.0
 """How long after the last answer and the last fault everything may take to be as before."""
@@ -257,7 +258,7 @@ class _Run:
         self._epoch = instance.epoch
 
     def _clients(self) -> Sequence[tuple[SimNode, int]]:
-        """(origin, tokens) of each: the first, another of the same origin or not, and one that asks for little.
+        """(origin, tokens) of each: the first, another of the same origin or not, one that asks for little, and the rest.
 
         An answer that its origin is to leave behind is long.
         """
@@ -267,7 +268,8 @@ class _Run:
         is_left = any((fault.deed, fault.part) == ("kill", "origin") for fault in self.scenario.faults)
         first = LONG_TOKENS if is_left or self.scenario.outlasts else TOKENS
         second = LONG_TOKENS if self.scenario.outlasts else TOKENS
-        return (self.origin, first), (self.rng.choice(others), second), (self.rng.choice(others), 5)
+        counts = (second, 5, *(TOKENS,) * (self.scenario.clients - 3))
+        return (self.origin, first), *((self.rng.choice(others), count) for count in counts)
 
     def _players(self, part: Part) -> list[NodeId]:
         """Who may play that part now."""

@@ -24,17 +24,20 @@ import trio.testing
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import ModelId
 from meshinfer.base.units import MIB
-from meshinfer.planning.workload import Constraints
+from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.requests import Generated, GenerateRequest
 from meshinfer.testing.cards import model_card
 from meshinfer.testing.chaos import Answer, answer_violations
 from meshinfer.testing.chaos_room import NODE_BYTES, SPEED, Witness, come_to_rest, read_node, replays
-from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
+from meshinfer.testing.cluster import Cluster, SimNode
 from meshinfer.testing.engine import exact_answer
 from meshinfer.wire.messages import Place
 
 STAGES = 3
 """As many nodes as the model needs, at `NODE_BYTES` each."""
+CLIENTS = 4
+WORKLOAD = Workload(context_tokens=256, concurrency=CLIENTS)
+"""Nobody waits for a place: what goodput loses, it loses to churn."""
 TOKENS = 60
 DEADLINE_SECONDS = 60.0
 DEAD_SECONDS = 10.0
@@ -65,7 +68,7 @@ class Goodput:
 
 
 def goodput(
-    mean_life_seconds: float, seed: int, *, seconds: float = 300.0, nodes: int = 8, clients: int = 4
+    mean_life_seconds: float, seed: int, *, seconds: float = 300.0, nodes: int = 8, clients: int = CLIENTS
 ) -> Goodput:
     """`clients` ask for TOKENS each, again and again, of whichever node lives, while nodes die and restart DEAD_SECONDS later.
 
@@ -103,7 +106,7 @@ class _Churn:
         cluster.fabric.witness = witness
         names = [node.name for node in cluster.nodes]
         for node in cluster.nodes:  # links that stay for the next request belong to the state before
-            await cluster.ask(node, cluster.request((1, 2), 1))
+            await cluster.ask(node, cluster.request((1, 2), 1, workload=WORKLOAD))
         before = [read_node(cluster, node) for node in cluster.nodes]
         async with trio.open_nursery() as watching:
             watching.start_soon(witness.watch_memory)
@@ -130,7 +133,8 @@ class _Churn:
             has_met_few = len(origin.sees()) < STAGES
             with trio.CancelScope() as connection:
                 self._connections[origin].add(connection)
-                await self._ask(origin, self._cluster.request(prompt, TOKENS, seed, DEADLINE_SECONDS), answer)
+                request = self._cluster.request(prompt, TOKENS, seed, DEADLINE_SECONDS, workload=WORKLOAD)
+                await self._ask(origin, request, answer)
             self._connections[origin].discard(connection)
             answer.origin_was_lost = connection.cancelled_caught
             self._count(answer, may_fail=has_met_few or self._few_until >= answer.asked_at)

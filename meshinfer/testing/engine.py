@@ -7,16 +7,20 @@ answer can be compared to the letter, whoever computed it and however often it w
 `FakeFabric` is the wire between runners: it knows who listens where, and does to runners what
 `SimNetwork` does to agents (`kill`, `stop`, `resume` of a node); latencies and cuts are the network's
 own. As real runners do, a head gives up on a step that gets no answer in time, and a head whose
-origin hung up, or has vanished, drops its sessions. Every step is shown to `witness`, with the epoch that it was sent
-for, so that a test can say who ran what. What it does not model: bandwidth, memory that is really
-used (it counts the tokens that sessions hold), batching (sessions run side by side, each at its own pace).
+origin hung up, or has vanished, drops its sessions. Of more sessions than its placement has places for, the rest wait,
+those that have begun before those that have not; a full queue takes no more. Every step is shown to `witness`, with the
+epoch that it was sent for, so that a test can say who ran what. What it does not model: bandwidth, memory that is really
+used (it counts the tokens that sessions hold), places that are held or given up for answers that have begun, batching
+(sessions run side by side, each at its own pace).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import trio
@@ -57,6 +61,8 @@ UNKNOWN_PATIENCE_SECONDS = 30.0
 REHEARSED_TOKENS = 16
 """As real ones: what a runner knows of its pace before its first step."""
 DIAL_SECONDS = 5.0
+MAX_WAITING, MAX_RETURNING = 64, 256
+"""How many a head lets wait before it refuses a new session, and one that was open before; as real ones."""
 KEPT_SECONDS = 20.0
 """What broke off is kept so long once the pipeline is whole again, as by real ones."""
 
@@ -115,6 +121,7 @@ class FakeFabric:
         self.speed = speed or FakeSpeed()
         self.witness: Callable[[Step], None] = lambda _: None
         """Called for every step, after it."""
+        self.max_waiting, self.max_returning = MAX_WAITING, MAX_RETURNING
         self._listeners: dict[int, FakeRunner] = {}
         self._stopped: dict[NodeId, trio.Event] = {}
         """Nodes that are stopped, each with what is set when they go on."""
@@ -263,7 +270,7 @@ class FakeRunner:
         self.channels: list[FakeChannel] = []
         self.network = fabric.network
         self.sessions: dict[SessionId, tuple[FakeChannel, trio.CancelScope]] = {}
-        """Head: all and only those that run, each with its origin's channel and what ends it."""
+        """Head: all and only those that run or wait, each with its origin's channel and what ends it."""
         self.held: dict[SessionId, int] = {}
         """Tokens whose keys and values a real one would have: of all and only the sessions that its head has not ended."""
         self._kept: dict[SessionId, int] = {}
@@ -283,6 +290,12 @@ class FakeRunner:
         self._inbox_send, self._inbox = trio.open_memory_channel[AgentMessage](64)
         self._outbox_send, self._outbox = trio.open_memory_channel[RunnerMessage](1024)
         self._nursery: trio.Nursery | None = None
+        self._computing = 0
+        """Head: sessions that have a place."""
+        self._waiting: list[tuple[int, int]] = []
+        """Head: (rank, ticket) of all and only those that wait for one; the least goes first."""
+        self._tickets = itertools.count()
+        self._moves_up = trio.lowlevel.ParkingLot()
         self._tokens = 0
         self._steps = 0
         self._steps_led = 0
@@ -467,8 +480,8 @@ class FakeRunner:
                 counts = (
                     self._steps,
                     busy,
-                    len(self.sessions),
-                    0,
+                    self._computing,
+                    len(self._waiting),
                     1000,
                     cached,
                     1000,
@@ -509,34 +522,66 @@ class FakeRunner:
         if seat is None or session.epoch != seat.epoch:
             head_channel.deliver(SessionFailed(session.session_id, "refused", f"epoch {session.epoch} is stale"))
             return
-        token_ids = list(session.token_ids)
-        index, new = session.emitted, len(token_ids)
+        if len(self._waiting) >= (self._fabric.max_returning if session.resumed else self._fabric.max_waiting):
+            what = f"{self._computing} sessions run and {len(self._waiting)} wait"
+            head_channel.deliver(SessionFailed(session.session_id, "queue_full", what))
+            return
         scope = trio.CancelScope()
         self.sessions[session.session_id] = (head_channel, scope)
         try:
             with scope:
-                while True:
-                    last = await self._step(seat, session.session_id, len(token_ids) - new, new)
-                    if last is None:
-                        head_channel.deliver(SessionFailed(session.session_id, "peer_lost", "a stage is gone"))
-                        break
-                    token = exact_token(token_ids, session.sampling.seed)
-                    token_ids.append(token)
-                    done = index + 1 - session.emitted
-                    finish = "stop" if token in session.stop_token_ids else ""
-                    finish = finish or ("length" if done >= session.max_new_tokens else "")
-                    record = Token(session.session_id, index, token, finish)  # type: ignore[arg-type]
-                    for channel in last.channels:
-                        if channel.origin == head_channel.origin:
-                            channel.deliver(record)
-                    self._tokens += 1
-                    index, new = index + 1, 1
-                    if finish:
-                        break
+                async with self._place(seat.placement.concurrency, self._rank(session)):
+                    await self._compute(seat, session, head_channel)
         finally:
             if self.sessions.get(session.session_id, (None, None))[1] is scope:
                 del self.sessions[session.session_id]
                 self._forget(session.session_id)
+
+    def _rank(self, session: OpenSession) -> int:
+        """Lower ones go first: what has begun, then what was open before, then what is new."""
+        has_begun = session.emitted > 0 or (session.resumed and session.session_id in self._kept)
+        return 0 if has_begun else 1 if session.resumed else 2
+
+    @asynccontextmanager
+    async def _place(self, places: int, rank: int) -> AsyncGenerator[None]:
+        """One of so many, once it is free and nobody goes before."""
+        turn = (rank, next(self._tickets))
+        self._waiting.append(turn)
+        try:
+            while self._computing >= places or min(self._waiting) != turn:
+                await self._moves_up.park()
+        finally:
+            self._waiting.remove(turn)
+            self._moves_up.unpark_all()
+        self._computing += 1
+        try:
+            yield
+        finally:
+            self._computing -= 1
+            self._moves_up.unpark_all()
+
+    async def _compute(self, seat: LoadSeat, session: OpenSession, head_channel: FakeChannel) -> None:
+        """One token after the other, until the last."""
+        token_ids = list(session.token_ids)
+        index, new = session.emitted, len(token_ids)
+        while True:
+            last = await self._step(seat, session.session_id, len(token_ids) - new, new)
+            if last is None:
+                head_channel.deliver(SessionFailed(session.session_id, "peer_lost", "a stage is gone"))
+                return
+            token = exact_token(token_ids, session.sampling.seed)
+            token_ids.append(token)
+            done = index + 1 - session.emitted
+            finish = "stop" if token in session.stop_token_ids else ""
+            finish = finish or ("length" if done >= session.max_new_tokens else "")
+            record = Token(session.session_id, index, token, finish)  # type: ignore[arg-type]
+            for channel in last.channels:
+                if channel.origin == head_channel.origin:
+                    channel.deliver(record)
+            self._tokens += 1
+            index, new = index + 1, 1
+            if finish:
+                return
 
     def _forget(self, session_id: SessionId) -> None:
         """Head: the session has ended; each stage hears of it from the one before, if it is still there."""

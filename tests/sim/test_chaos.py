@@ -50,7 +50,16 @@ def kinds(scenario: Scenario) -> set[object]:
         return {scenario}
     passes = math.isfinite(fault.seconds)
     skewed = scenario.skew_seconds != 0
-    stage = (fault.deed, passes, scenario.nodes, scenario.outlasts, scenario.ends, skewed, scenario.fresh)
+    stage = (
+        fault.deed,
+        passes,
+        scenario.nodes,
+        scenario.outlasts,
+        scenario.ends,
+        skewed,
+        scenario.fresh,
+        scenario.clients,
+    )
     shown = {"part": fault.part, "moment": fault.moment, "seconds": fault.seconds, "skew": scenario.skew_seconds}
     return {(*stage, *pair) for pair in shown.items()}
 

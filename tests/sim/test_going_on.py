@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
-from whole_agents import simulate
+from whole_agents import SMALL_MODEL, cluster_of_small_model, place, simulate
 
-from meshinfer.base.ids import InstanceId, NodeId
-from meshinfer.base.units import MIB
-from meshinfer.planning.workload import Constraints, Workload
+from meshinfer.base.ids import NodeId
+from meshinfer.planning.workload import Workload
 from meshinfer.serving.placing import Begun, Placer
-from meshinfer.testing.cards import model_card
-from meshinfer.testing.chaos_room import SPEED
-from meshinfer.testing.cluster import Cluster, SimNode
+from meshinfer.testing.cluster import Cluster
 from meshinfer.testing.engine import exact_answer
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement
-from meshinfer.wire.messages import Place
-
-SMALL_MODEL = model_card(layer_bytes=(8 * MIB,) * 4)
-"""One node holds it."""
-
-
-def cluster_of_small_model() -> Cluster:
-    return Cluster(random.Random(1), memory_bytes=48 * MIB, model=SMALL_MODEL, speed=SPEED)
-
-
-async def place(cluster: Cluster, through: SimNode, on: SimNode, workload: Workload) -> InstanceId:
-    """One more instance, which all see."""
-    ask = Place(SMALL_MODEL.model_id, workload, Constraints(nodes=(on.node_id,)))
-    instance_id = (await through.serving.placer.place(ask)).instance_id
-
-    def is_ready() -> bool:
-        return (instance_id, "ready") in [(each.instance_id, each.state) for each in through.instances()]
-
-    await cluster.until(is_ready)
-    return instance_id
 
 
 def test_an_answer_goes_on_where_there_is_context_for_it_or_is_placed_anew() -> None:

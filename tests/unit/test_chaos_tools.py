@@ -321,6 +321,7 @@ def test_a_runner_can_hang_on_any_machine() -> None:
         "kill middle, and the model fits nowhere",
         "split for 10 s",
         "cut off origin for 15 s in a long answer",
+        "kill head while more clients ask than there are places",
     ],
 )
 def test_what_three_agents_cannot_show_is_left_to_the_simulation(name: str) -> None:
