@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,12 @@ def load_seat(
     by_layer = _by_layer(model, parameters_read_by(stage))
     sizes = [sum(array.nbytes for array in group) for group in by_layer]
     total = sum(sizes)
-    progress(0, total, sizes[0] if sizes else 0)
-    for index, group in enumerate(by_layer, 1):
+    loaded, ahead = 0, [*sizes, 0]
+    progress(loaded, total, ahead[0])
+    for group, (size, following) in zip(by_layer, pairwise(ahead), strict=True):
         _read(directory, group)
-        progress(sum(sizes[:index]), total, sizes[index] if index < len(sizes) else 0)
+        loaded += size
+        progress(loaded, total, following)
     if not computes_float32:
         _warm_up(stage)
     # The float16 that the float32 came from, and the warm-up's buffers.

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -63,10 +64,10 @@ class _Session:
     has_begun: bool
     """Tokens of it came, or this stage kept something of it."""
 
-    @property
-    def rank(self) -> int:
-        """Lower ones go first: what has begun, then what was open before, then what is new."""
-        return 0 if self.has_begun else 1 if self.record.resumed else 2
+
+def _rank(session: _Session) -> int:
+    """Lower ones go first: what has begun, then what was open before, then what is new."""
+    return 0 if session.has_begun else 1 if session.record.resumed else 2
 
 
 @dataclass(slots=True)
@@ -188,7 +189,7 @@ class Head:
         self._numbers += 1
         has_begun = record.emitted > 0 or (record.resumed and self._stepper.sessions.keeps(record.session_id))
         session = _Session(self._numbers, record, channel, has_begun)
-        self._waiting.insert(sum(other.rank <= session.rank for other in self._waiting), session)
+        insort_right(self._waiting, session, key=_rank)
 
     def cancel(self, session_id: str, channel: Channel) -> None:
         """Its origin does not want it any more; an unknown one has ended already."""
@@ -295,7 +296,7 @@ class Head:
         self._end([young[-1].number])
         self._numbers += 1  # to the stages it will be another one
         again = replace(young[-1], number=self._numbers)
-        self._waiting.insert(sum(other.rank < again.rank for other in self._waiting), again)
+        insort_left(self._waiting, again, key=_rank)
         return True
 
     def answered(self, step: int, answer: StepAnswer) -> None:

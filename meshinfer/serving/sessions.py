@@ -230,17 +230,17 @@ class Sessions:
         avoid: frozenset[NodeId] = frozenset()
         no_room = ""
         """What was said last of what is missing."""
-        room_until = math.inf
+        no_room_since = math.inf
         watch = self._ports.watch()
         while True:
             emitted = len(token_log.emitted)
-            makes_do = trio.current_time() >= room_until - NO_ROOM_SECONDS + LESS_ROOM_SECONDS
+            makes_do = trio.current_time() >= no_room_since + LESS_ROOM_SECONDS
             try:
                 return await self._attempt(request, token_log, events, avoid, resumed=resumed, makes_do=makes_do)
             except (NoRoom, UnknownModel) as error:  # the only node with the files may be the one that was lost
                 now = trio.current_time()
-                room_until = min(room_until, now + NO_ROOM_SECONDS)
-                if not resumed or now >= room_until:
+                no_room_since = min(no_room_since, now)
+                if not resumed or now >= no_room_since + NO_ROOM_SECONDS:
                     raise
                 if str(error) != no_room:
                     no_room = str(error)
@@ -262,7 +262,7 @@ class Sessions:
                 # Anything else is the request's own, and would come again.
                 resumed, refusals = True, 0
                 if len(token_log.emitted) > emitted:
-                    failures, room_until = 0, math.inf
+                    failures, no_room_since = 0, math.inf
                 failing_since = failing_since if failures else trio.current_time()
                 failures += 1
                 avoid = self._ports.out_of_reach()

@@ -233,18 +233,23 @@ def test_the_longest_logs_go_but_none_that_is_promised():
     assert logged(1) == [False, False, False]
 
 
-def test_a_session_that_is_open_still_may_be_asked_for_again():
-    """Its origin lost the channel before this head did: that is no fault of the request, and is tried again."""
-    heard: list[RunnerRecord] = []
+def listener(heard: list[RunnerRecord]) -> PipelineChannel:
+    """The channel of an origin that keeps what it is told in `heard`."""
 
     class Channel(Origin):
         def send(self, frame: Frame) -> bool:
             heard.append(RUNNER_RECORDS.decode(frame.control, 1 << 20))
             return True
 
+    return cast("PipelineChannel", Channel([]))
+
+
+def test_a_session_that_is_open_still_may_be_asked_for_again():
+    """Its origin lost the channel before this head did: that is no fault of the request, and is tried again."""
+    heard: list[RunnerRecord] = []
     pipeline, record = FragilePipeline("llama"), SESSIONS[0]
     head = Head(pipeline.load, pipeline.stages[0], pipeline._run_step, lambda _seconds: False)
-    old, new = (cast("PipelineChannel", Channel([record])) for _ in range(2))
+    old, new = listener(heard), listener(heard)
     head.open(record, old)
     head.open(replace(record, resumed=True), new)
     assert [(r.session_id, r.code) for r in heard if isinstance(r, SessionFailed)] == [(record.session_id, "refused")]
@@ -326,13 +331,7 @@ def test_a_place_is_held_for_what_was_kept_as_long_as_it_may_take_to_come_back()
 
 def test_a_crowd_that_waits_sends_no_answer_away_that_has_begun():
     heard: list[RunnerRecord] = []
-
-    class Channel(Origin):
-        def send(self, frame: Frame) -> bool:
-            heard.append(RUNNER_RECORDS.decode(frame.control, 1 << 20))
-            return True
-
-    pipeline, channel = FragilePipeline("llama"), cast("PipelineChannel", Channel([]))
+    pipeline, channel = FragilePipeline("llama"), listener(heard)
     head = Head(pipeline.load, pipeline.stages[0], pipeline._run_step, lambda _seconds: False)
     crowd = [wanted(number, [1, 2], 5, GREEDY) for number in range(MAX_WAITING + 1)]
     for record in crowd:

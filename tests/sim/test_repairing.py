@@ -27,6 +27,17 @@ MOST_EPOCHS = 6
 """Within an answer that never comes on: it outlives rests of two, four, and perhaps eight seconds."""
 
 
+async def placed_beside_its_planner(cluster: Cluster) -> tuple[dict[NodeId, SimNode], SimNode, list[SimNode]]:
+    """All by their ids, the planner of the cluster's model, and the others, of whom three hold and have served it."""
+    members = {node.node_id: node for node in cluster.nodes}
+    planner = members[elect(cluster.model.model_id, members)[0]]
+    others = [node for node in cluster.nodes if node is not planner]
+    among = Constraints(nodes=tuple(node.node_id for node in others[:3]))
+    await planner.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, among))
+    await cluster.ask(others[0], cluster.request((1, 2), 2))
+    return members, planner, others
+
+
 def test_a_runner_that_dies_again_and_again_rests_longer_and_longer_where_nobody_else_can_take_its_seat() -> None:
     async def scenario(cluster: Cluster) -> None:
         origin = cluster.nodes[0]
@@ -77,12 +88,7 @@ def test_what_is_placed_anew_for_many_is_placed_once() -> None:
     """Whoever waits for his turn meanwhile would end what has just begun to load, though the news of it is still on its way."""
 
     async def scenario(cluster: Cluster) -> None:
-        members = {node.node_id: node for node in cluster.nodes}
-        planner = members[elect(cluster.model.model_id, members)[0]]
-        others = [node for node in cluster.nodes if node is not planner]
-        among = Constraints(nodes=tuple(node.node_id for node in others[:3]))
-        await planner.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, among))
-        await cluster.ask(others[0], cluster.request((1, 2), 2))
+        members, planner, others = await placed_beside_its_planner(cluster)
         (before,) = others[0].instances()
         # It takes no seat, so it hears of the new ones from others; and late.
         planner.mesh._own_card.update(memory_usable_bytes=0)
@@ -161,12 +167,7 @@ def test_a_repair_that_one_seat_refuses_after_the_others_have_begun_costs_no_lay
     is_deleted: bool,
 ) -> None:
     async def scenario(cluster: Cluster) -> None:
-        members = {node.node_id: node for node in cluster.nodes}
-        planner = members[elect(cluster.model.model_id, members)[0]]
-        others = [node for node in cluster.nodes if node is not planner]
-        among = Constraints(nodes=tuple(node.node_id for node in others[:3]))
-        await planner.serving.placer.place(Place(cluster.model.model_id, WORKLOAD, among))
-        await cluster.ask(others[0], cluster.request((1, 2), 2))
+        members, planner, _ = await placed_beside_its_planner(cluster)
         (before,) = planner.instances()
         first, middle, last = before.placement.node_ids
         warm = [runner for node in (first, last) for runner in cluster.fabric.runners_of(node)]
