@@ -232,6 +232,11 @@ class Mesh:
         """Members that others reach and this node does not."""
         return self._membership.out_of_reach()
 
+    def woke_at(self) -> float:
+        """When this node came to after others may have held it dead: its lid was closed, say; -inf if not of late."""
+        self._tell(TimePassed())  # whoever asks may run before the clock was looked at
+        return self._membership.woke_at()
+
     def blame(self, node: NodeId) -> None:
         """The data path has lost `node`: a channel to it broke, or a step came too late. It is looked at at once."""
         self._tell(Blamed(node))

@@ -10,6 +10,8 @@ one seat refuses is released everywhere, and the next candidate is tried.
 A broken instance is placed anew as its next epoch: seats whose layers are still in memory stay, and nodes whose
 runner failed again and again are left out. Leases make it safe that two nodes may take themselves for the planner.
 A placing that finds its instance deleted ends there, whatever it has reached: it began before, for what is no more.
+A node whose lid has just opened plans nothing for a moment: its connections are those of before, so everyone seems
+silent, and it would place on itself alone what the others have long made whole.
 An instance whose epochs are used up (no instance lives so long: some member announced one by mistake) is given up for
 the next replica of its model.
 """
@@ -54,6 +56,9 @@ at once take two; where it takes more, what this node sees is too old to plan wi
 LOAD_AHEAD_SECONDS = 15.0
 """How long the old epoch goes on for the sake of its clients while the seats of one that leaves are loaded elsewhere. What
 takes longer is loaded within the new epoch, with a pause."""
+WAKING_SECONDS = 1.5
+"""After a standstill in which others may have held this node dead: to lose the old connections, to be dialled anew, and to
+hear what has become of its instances. 0.5 s is too little on a busy machine."""
 EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 ANNOUNCE_SECONDS = 5.0
@@ -106,6 +111,7 @@ class ElectedPlanner:
             UnknownModel, BadInput, NoRoom: it cannot be, with the numbers.
             Refused: it was deleted before it was there.
         """
+        await trio.sleep(self._waking_seconds())
         async with self._alone_for(ask.model_id):
             existing = self._existing(ask)
             if existing is not None:
@@ -139,6 +145,7 @@ class ElectedPlanner:
             NoRoom: it cannot be, with the numbers.
             Refused: it was deleted meanwhile.
         """
+        await trio.sleep(self._waking_seconds())
         async with self._alone_for(instance.placement.model_id):
             on_their_way = self._on_their_way(self._ports.out_of_reach())
             if any(placed.instance_id == instance.instance_id for placed in on_their_way):
@@ -189,6 +196,10 @@ class ElectedPlanner:
             node for node in unconfirmed if node in holders
         )
 
+    def _waking_seconds(self) -> float:
+        """Until this node knows the others again; 0 unless it has just come to."""
+        return max(0.0, self._ports.woke_at() + WAKING_SECONDS - trio.current_time())
+
     @asynccontextmanager
     async def _alone_for(self, model_id: ModelId) -> AsyncGenerator[None]:
         """One placing at a time for each model; the locks of idle models are dropped."""
@@ -226,6 +237,7 @@ class ElectedPlanner:
 
         Raises:
             NoRoom: there is no candidate, or none could be leased; with the first reason, which is the best candidate's.
+            PeerLost: a node does not answer, and this one's lid was closed when it was asked.
             Refused: the instance was deleted meanwhile.
         """
         begun_epoch = epoch
@@ -251,6 +263,8 @@ class ElectedPlanner:
                     placed = Placed(instance_id, tried.epoch, candidate.placement, tuple(refusals[:64]))
                     self._remember(placed, begun_epoch)
                     return placed
+                if tried.unheard and self._waking_seconds():
+                    raise PeerLost(f"this node came to a moment ago: {tried.why}", do="try again in a moment")
                 failures.append(tried.why)
                 error = _GivenUp if tried.is_committed else error
                 epoch = tried.epoch + 1
@@ -406,6 +420,8 @@ class ElectedPlanner:
         del peer
         if self._ports.is_draining:  # whoever asks takes the next in order, as if this one were gone
             raise PeerLost(LEAVING, do="ask another node to plan")
+        if self._waking_seconds():
+            raise PeerLost("this node came to a moment ago", do="ask another node to plan")
         return encode(await self.place(decode(Place, payload)))
 
     def _remember(self, placed: Placed, begun_epoch: int) -> None:

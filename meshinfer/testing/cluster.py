@@ -284,6 +284,7 @@ class Cluster:
             topology=mesh.topology,
             doubtful=mesh.doubtful,
             out_of_reach=mesh.out_of_reach,
+            woke_at=mesh.woke_at,
             blame=mesh.blame,
             watch=mesh.changes,
             announce=announce,
