@@ -69,6 +69,13 @@ class Begun:
     """Of the weights that began it; others cannot go on with it."""
     least_tokens: int
     """Of context: where less is reserved, it would be refused as too long, though where it began it was not."""
+    reserved: Workload
+    """Where it was last. That sufficed: to ask for more might fit nowhere."""
+
+    def wants(self, workload: Workload) -> Workload:
+        """Of what its origin would reserve."""
+        context_tokens = max(self.least_tokens, min(workload.context_tokens, self.reserved.context_tokens))
+        return Workload(context_tokens, min(workload.concurrency, self.reserved.concurrency))
 
     def fits(self, instance: Instance) -> bool:
         return instance.placement.context_tokens >= self.least_tokens
@@ -187,14 +194,17 @@ class Placer:
         failure: MeshinferError = PeerLost(f"{model_id} could not be placed: what was placed does not show")
         watch = self._ports.watch()
         if begun is not None:
-            workload = replace(workload, context_tokens=max(workload.context_tokens, begun.least_tokens))
+            workload = begun.wants(workload)
         for _ in range(PLACING_TRIES):
             instance = self._instance_of(model_id, tokens, begun)
             if instance is None or not self._ports.is_usable(instance, avoid):
                 waiting(Waiting("planning", 0.0))
                 try:
                     out_of_reach = tuple(sorted(avoid))[:256]
-                    placed = await self.place(Place(model_id, workload, Constraints(), None, out_of_reach))
+                    # Of one that is repaired, the others on it need no more sessions at once than it was placed for.
+                    most = instance.placement.concurrency if instance else workload.concurrency
+                    wanted = replace(workload, concurrency=min(workload.concurrency, most))
+                    placed = await self.place(Place(model_id, wanted, Constraints(), None, out_of_reach))
                 except Refused as error:  # deleted while it was being placed, and still wanted here
                     failure = error
                     continue

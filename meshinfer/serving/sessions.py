@@ -32,12 +32,14 @@ from meshinfer.base.errors import (
     UnknownModel,
 )
 from meshinfer.base.ids import NodeId, SessionId
+from meshinfer.planning.workload import Workload
 from meshinfer.serving.events import EventStream
 from meshinfer.serving.origin_links import Heard, OriginLink, OriginLinks
 from meshinfer.serving.placing import Begun, Placer
 from meshinfer.serving.ports import Ports
 from meshinfer.serving.requests import Finished, Generated, GenerateRequest, GenerationFailed, Waiting
 from meshinfer.serving.view import Instance
+from meshinfer.topology.placement import Placement
 from meshinfer.wire.records import OpenSession, Prefilled, RunnerRecord, SessionFailed, Token
 
 log = logging.getLogger(__name__)
@@ -83,9 +85,12 @@ class TokenLog:
     emitted: list[int] = field(default_factory=list[int])
     model_digest: str = ""
     """Of the weights that go on with it."""
+    reserved: Workload | None = None
+    """Where it was last."""
 
-    def goes_on_with(self, model_digest: str) -> None:
+    def goes_on_with(self, placement: Placement) -> None:
         """Raises GenerationFailed where other weights wrote what is there: two versions of a model are in the room."""
+        model_digest = placement.model_digest
         if self.emitted and self.model_digest != model_digest:
             raise GenerationFailed(
                 f"the answer's {len(self.emitted)} tokens were written by version {self.model_digest[:12]} of the model, "
@@ -93,6 +98,7 @@ class TokenLog:
                 do="ask again; `meshinfer rm` one of the two versions, so that all nodes have the same",
             )
         self.model_digest = model_digest
+        self.reserved = Workload(placement.context_tokens, placement.concurrency)
 
     def accept(self, token: Token) -> bool:
         """Whether `token` is the next one; False if it is here already.
@@ -300,7 +306,7 @@ class Sessions:
         wanted = len(request.prompt_ids) + emitted + 1 if request.is_open_ended else tokens
         least = replace(request.workload, context_tokens=max(request.least_context_tokens, wanted))
         find = self._placer.ready_instance
-        begun = Begun(token_log.model_digest, wanted) if token_log.model_digest else None
+        begun = Begun(token_log.model_digest, wanted, token_log.reserved) if token_log.reserved else None
         try:
             instance = await find(request.model_id, request.workload, waiting, avoid, tokens, begun)
         except NoRoom:
@@ -311,7 +317,7 @@ class Sessions:
             instance = await find(request.model_id, least, waiting, avoid, wanted, begun)
         tokens = max(wanted, min(tokens, instance.placement.context_tokens))
         _check_context(request, tokens, instance)
-        token_log.goes_on_with(instance.placement.model_digest)
+        token_log.goes_on_with(instance.placement)
         link = await self._links.get(instance)
         session = OpenSession(
             session_id=request.session_id,

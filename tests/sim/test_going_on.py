@@ -62,7 +62,7 @@ def test_an_answer_goes_on_with_the_weights_that_it_began_with_where_some_are() 
 
         async def nodes_for(digest: str) -> tuple[NodeId, ...]:
             found = await placer.ready_instance(
-                SMALL_MODEL.model_id, workload, lambda _: None, tokens=60, begun=Begun(digest, 60)
+                SMALL_MODEL.model_id, workload, lambda _: None, tokens=60, begun=Begun(digest, 60, workload)
             )
             return found.placement.node_ids
 
@@ -70,3 +70,28 @@ def test_an_answer_goes_on_with_the_weights_that_it_began_with_where_some_are() 
         assert {*await nodes_for(SMALL_MODEL.digest), its_node} == {one.node_id, other.node_id}
 
     simulate(cluster_of_small_model(), scenario, 3)
+
+
+def test_an_answer_that_goes_on_asks_for_no_more_than_sufficed_where_it_began() -> None:
+    """An operator placed it for one session; its origin would reserve four, which may fit nowhere."""
+
+    async def scenario(cluster: Cluster) -> None:
+        begun = Begun(SMALL_MODEL.digest, 60, Workload(64, 1))
+        placer = cluster.nodes[0].serving.placer
+        found = await placer.ready_instance(SMALL_MODEL.model_id, Workload(128, 4), lambda _: None, begun=begun)
+        assert (found.placement.context_tokens, found.placement.concurrency) == (64, 1)
+
+    simulate(cluster_of_small_model(), scenario, 2)
+
+
+def test_who_finds_an_instance_broken_asks_for_no_more_sessions_at_once_than_it_was_placed_for() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        holder, origin = cluster.nodes
+        await place(cluster, origin, holder, Workload(64, 1))
+        for runner in cluster.fabric.runners_of(holder.node_id):
+            runner.die("killed by SIGKILL")
+        await cluster.until(lambda: [i.state for i in origin.instances()] == ["broken"])
+        found = await origin.serving.placer.ready_instance(SMALL_MODEL.model_id, Workload(128, 4), lambda _: None)
+        assert (found.placement.context_tokens, found.placement.concurrency) == (128, 1)
+
+    simulate(cluster_of_small_model(), scenario, 2)

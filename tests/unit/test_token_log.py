@@ -5,14 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshinfer.base.errors import PeerLost
-from meshinfer.base.ids import SessionId
+from meshinfer.base.ids import ModelId, NodeId, SessionId
 from meshinfer.serving.requests import GenerationFailed
 from meshinfer.serving.sessions import TokenLog
+from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.records import Token
 
 
 def token(index: int) -> Token:
     return Token(SessionId("s"), index, 100 + index, "")
+
+
+def written_by(version: str) -> Placement:
+    seats = (Seat(NodeId("ada"), 0, 4),)
+    return Placement(ModelId("tiny"), version * 64, 4, "pipeline", "libp2p", 256, 1, seats)
 
 
 @given(st.lists(st.integers(0, 8), max_size=60))
@@ -39,9 +45,9 @@ def test_what_an_old_epoch_sends_late_changes_nothing() -> None:
 
 def test_an_answer_is_not_finished_by_other_weights() -> None:
     log = TokenLog()
-    log.goes_on_with("a" * 64)
-    log.goes_on_with("b" * 64)  # nothing is written yet
+    log.goes_on_with(written_by("a"))
+    log.goes_on_with(written_by("b"))  # nothing is written yet
     assert log.accept(token(0))
-    log.goes_on_with("b" * 64)
+    log.goes_on_with(written_by("b"))
     with pytest.raises(GenerationFailed, match=r"version bbbbbbbbbbbb of the model, and .* version aaaaaaaaaaaa"):
-        log.goes_on_with("a" * 64)
+        log.goes_on_with(written_by("a"))
