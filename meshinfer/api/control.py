@@ -218,6 +218,8 @@ def instance_to_json(instance: Instance) -> dict[str, Any]:
         "instance_id": instance.instance_id,
         "model_id": instance.placement.model_id,
         "epoch": instance.epoch,
+        # Where two sides of a partition met: others of its placements go on with the answers that they have.
+        "outlived_epochs": sorted({epoch for epoch, _ in instance.outlived}),
         "state": instance.state,
         "progress": instance.progress,
         "error": instance.error,

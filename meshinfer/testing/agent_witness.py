@@ -2,7 +2,8 @@
 
 The witness looks twice a second, as often as runners report. It finds promises broken that a look at rest cannot:
 
-6.  a runner that works under an epoch older than one that its own agent holds already (its counters move);
+6.  a runner that works under an epoch older than one that its own agent holds already (its counters move), unless two sides
+    of a partition have met and that epoch brings to an end what it has;
 7.  runners of one node that take more memory together, by the kernel's count, than the node offers.
 
 And it adds up `recomputed_tokens`. A runner that dies takes what it counted since its last report with it.
@@ -103,18 +104,18 @@ class Witness:
 
     def look(self, node: str, state: Mapping[str, Any], *, is_first: bool = False) -> None:
         """Take in one answer of `/state`."""
-        newest = {instance["instance_id"]: instance["epoch"] for instance in state["instances"]}
+        newest = {instance["instance_id"]: instance for instance in state["instances"]}
         for runner in state["runners"]:
             pid, epoch, steps = runner["pid"], runner["epoch"], runner["steps"]
             if is_first:
                 self._first[pid] = runner["recomputed_tokens"]
             self._last[pid] = max(self._last.get(pid, 0), runner["recomputed_tokens"])
-            current = newest.get(runner["instance_id"], epoch)
-            if epoch < current:
+            instance = newest.get(runner["instance_id"])
+            if instance and epoch < instance["epoch"] and epoch not in instance["outlived_epochs"]:
                 looks, before = self._stale.get((pid, epoch), (0, steps))
                 # Until its next reports, what it did before the news is still coming in.
                 if looks >= NEWS_LOOKS and steps > before:
-                    what = f"{steps - before} steps of epoch {epoch}, while it holds {current}"
+                    what = f"{steps - before} steps of epoch {epoch}, while it holds {instance['epoch']}"
                     self.violations.add(f"6: node {node} ran {what}")
                 self._stale[pid, epoch] = looks + 1, steps
 

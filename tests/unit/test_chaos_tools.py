@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,13 @@ def witness(tmp_path: Path) -> Witness:
     return Witness(AgentRoom(OneMachine(tmp_path), tmp_path))
 
 
-def state(*, held: int, ran: int, steps: int, recomputed: int = 0, pid: int = 7) -> dict[str, Any]:
+def state(
+    *, held: int, ran: int, steps: int, recomputed: int = 0, pid: int = 7, outlived: Sequence[int] = ()
+) -> dict[str, Any]:
     """Of an agent that holds epoch `held`, and whose runner works in epoch `ran`."""
     runner = {"pid": pid, "instance_id": "i", "epoch": ran, "steps": steps, "recomputed_tokens": recomputed}
-    return {"instances": [{"instance_id": "i", "epoch": held}], "runners": [runner]}
+    instance = {"instance_id": "i", "epoch": held, "outlived_epochs": list(outlived)}
+    return {"instances": [instance], "runners": [runner]}
 
 
 def test_steps_of_a_stale_epoch_are_a_broken_promise(witness: Witness) -> None:
@@ -48,6 +51,7 @@ def test_steps_of_the_present_epoch_and_late_reports_of_the_last_are_none(witnes
     for look in range(9):
         witness.look("a", state(held=2, ran=2, steps=look))
         witness.look("b", state(held=2, ran=1, steps=10 + min(look, NEWS_LOOKS - 1), pid=8))
+        witness.look("c", state(held=2, ran=1, steps=look, pid=9, outlived=[1]))
     assert witness.violations == set()
 
 

@@ -70,6 +70,13 @@ def test_every_layer_is_shown_where_it_lies():
     assert "layers 4–5" in text
 
 
+def test_answers_that_another_epoch_brings_to_an_end_are_shown():
+    whole = instance("ready", seat("idA", 0, 6))
+
+    assert "epoch 3 brings the answers to an end" in shown(mesh(MESH, [{**whole, "outlived_epochs": [3]}]))
+    assert "to an end" not in shown(mesh(MESH, [whole]))
+
+
 def test_a_link_is_shown_in_each_direction():
     text = shown(mesh(MESH, []))
 
