@@ -54,7 +54,8 @@ from meshinfer.testing.clocks import (
     sleep_until_shared,
 )
 from meshinfer.testing.cluster import Cluster, SimNode
-from meshinfer.testing.engine import KEPT_SECONDS, FakeSpeed, Step, exact_answer
+from meshinfer.testing.engine import KEPT_SECONDS, FakeSpeed, Step
+from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import LEASE, Place
 

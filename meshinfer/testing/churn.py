@@ -30,7 +30,7 @@ from meshinfer.testing.cards import model_card
 from meshinfer.testing.chaos import Answer, answer_violations
 from meshinfer.testing.chaos_room import NODE_BYTES, SPEED, Witness, come_to_rest, read_node, replays
 from meshinfer.testing.cluster import Cluster, SimNode
-from meshinfer.testing.engine import exact_answer
+from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.wire.messages import Place
 
 STAGES = 3

@@ -37,7 +37,8 @@ from meshinfer.serving.service import Serving
 from meshinfer.serving.view import Instance
 from meshinfer.testing.cards import model_card, node_card
 from meshinfer.testing.clocks import NodeClocks
-from meshinfer.testing.engine import FakeFabric, FakeSpeed, certificate_of
+from meshinfer.testing.engine import FakeFabric, FakeSpeed
+from meshinfer.testing.fake_channel import certificate_of
 from meshinfer.testing.network import SimNetwork, SimTransport
 from meshinfer.testing.probes import SimProbes, Truth
 from meshinfer.topology.card import HeldModel, SeatReport

@@ -1,8 +1,7 @@
 """An exact engine without numbers: runners and their channels in one process, on trio's clock.
 
 It answers the same control messages as a real runner and serves the same records, so that whole
-agents run in a simulation. The next token is a pure function of (token ids so far, seed), so an
-answer can be compared to the letter, whoever computed it and however often it was interrupted.
+agents run in a simulation; what it answers is known beforehand (`testing.exact_answers`).
 
 `FakeFabric` is the wire between runners: it knows who listens where, and does to runners what
 `SimNetwork` does to agents (`kill`, `stop`, `resume` of a node); latencies and cuts are the network's
@@ -16,11 +15,8 @@ used (it counts the tokens that sessions hold), places that are held or given up
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import trio
@@ -28,9 +24,12 @@ import trio
 from meshinfer.base.errors import PeerLost
 from meshinfer.base.ids import InstanceId, NodeId, SessionId
 from meshinfer.testing.clocks import shared_time, sleep_until_shared
+from meshinfer.testing.exact_answers import exact_token
+from meshinfer.testing.fake_channel import FakeChannel, certificate_of
+from meshinfer.testing.fake_places import MAX_RETURNING, MAX_WAITING, FakePlaces
 from meshinfer.testing.network import SimNetwork
 from meshinfer.wire.messages import ChannelOffer, ChannelRole
-from meshinfer.wire.records import CancelSession, OpenSession, OriginRecord, RunnerRecord, SessionFailed, Token
+from meshinfer.wire.records import CancelSession, OpenSession, OriginRecord, SessionFailed, Token
 from meshinfer.wire.runner_control import (
     AgentMessage,
     ChannelLost,
@@ -49,7 +48,6 @@ from meshinfer.wire.runner_control import (
     StopRunner,
 )
 
-VOCABULARY = 256
 HEARTBEAT_SECONDS = 0.25
 """As real ones."""
 PATIENCE_SECONDS = 2.0
@@ -61,29 +59,8 @@ UNKNOWN_PATIENCE_SECONDS = 30.0
 REHEARSED_TOKENS = 16
 """As real ones: what a runner knows of its pace before its first step."""
 DIAL_SECONDS = 5.0
-MAX_WAITING, MAX_RETURNING = 64, 256
-"""How many a head lets wait before it refuses a new session, and one that was open before; as real ones."""
 KEPT_SECONDS = 20.0
 """What broke off is kept so long once the pipeline is whole again, as by real ones."""
-
-
-def certificate_of(origin: NodeId) -> bytes:
-    """What that node shows when it dials runners."""
-    return f"origin {origin}".encode(errors="surrogatepass")
-
-
-def exact_token(token_ids: Sequence[int], seed: int) -> int:
-    """The token that follows `token_ids`: what every FakeRunner computes."""
-    content = ",".join(str(token) for token in token_ids)
-    return hashlib.blake2b(f"{seed}:{content}".encode(), digest_size=1).digest()[0] % VOCABULARY
-
-
-def exact_answer(prompt_ids: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
-    """`count` tokens after `prompt_ids`, as any failure-free run gives them."""
-    token_ids = list(prompt_ids)
-    for _ in range(count):
-        token_ids.append(exact_token(token_ids, seed))
-    return tuple(token_ids[len(prompt_ids) :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,61 +180,6 @@ class FakeFabric:
             await self._stopped[node_id].wait()
 
 
-class FakeChannel:
-    """An origin's end of a channel to a fake runner. Records cross it in order, each after the network's latency."""
-
-    def __init__(self, runner: FakeRunner, origin: NodeId) -> None:
-        self.runner = runner
-        self.origin = origin
-        self._closed = False
-        # Unlike sockets they do not push back: a simulation's answers are short.
-        self._send, self._receive = trio.open_memory_channel[tuple[float, RunnerRecord]](100_000)
-        self._ask, self._asked = trio.open_memory_channel[tuple[float, OriginRecord]](100_000)
-        runner.take_channel(self)
-
-    async def send(self, record: OriginRecord) -> None:
-        await trio.lowlevel.checkpoint()
-        if self._closed:
-            raise PeerLost("the runner is gone")
-        self._ask.send_nowait((shared_time(), record))
-
-    async def receive(self) -> RunnerRecord:
-        network, there, here = self.runner.network, self.runner.node_id, self.origin
-        try:
-            sent_at, record = await self._receive.receive()
-        except (trio.EndOfChannel, trio.ClosedResourceError) as error:
-            await network.clear(there, here)  # nor does the end get past a cut
-            raise PeerLost("the channel to the runner was closed") from error
-        await sleep_until_shared(sent_at + network.latency_seconds)
-        await network.clear(there, here)
-        return record
-
-    async def aclose(self) -> None:
-        await trio.lowlevel.checkpoint()
-        self.hang_up()
-
-    def deliver(self, record: RunnerRecord) -> None:
-        if not self._closed:
-            self._send.send_nowait((shared_time(), record))
-
-    def hang_up(self) -> None:
-        """Either side is gone."""
-        self._closed = True
-        self._send.close()
-        self._ask.close()
-
-    async def carry(self) -> None:
-        """Bring what the origin sends to the runner; the runner runs this until the origin hangs up."""
-        network, there, here = self.runner.network, self.origin, self.runner.node_id
-        async for sent_at, record in self._asked:
-            await sleep_until_shared(sent_at + network.latency_seconds)
-            await network.clear(there, here)
-            await self.runner.moves()
-            self.runner.take(record, self)
-        await network.clear(there, here)
-        self.runner.origin_lost(self)
-
-
 class FakeRunner:
     """One seat's runner, as `serving.runners.Runner` has it."""
 
@@ -290,12 +212,8 @@ class FakeRunner:
         self._inbox_send, self._inbox = trio.open_memory_channel[AgentMessage](64)
         self._outbox_send, self._outbox = trio.open_memory_channel[RunnerMessage](1024)
         self._nursery: trio.Nursery | None = None
-        self._computing = 0
-        """Head: sessions that have a place."""
-        self._waiting: list[tuple[int, int]] = []
-        """Head: (rank, ticket) of all and only those that wait for one; the least goes first."""
-        self._tickets = itertools.count()
-        self._moves_up = trio.lowlevel.ParkingLot()
+        self._places = FakePlaces()
+        """Head: for its sessions."""
         self._tokens = 0
         self._steps = 0
         self._steps_led = 0
@@ -480,8 +398,8 @@ class FakeRunner:
                 counts = (
                     self._steps,
                     busy,
-                    self._computing,
-                    len(self._waiting),
+                    self._places.taken,
+                    self._places.waiting,
                     1000,
                     cached,
                     1000,
@@ -522,15 +440,16 @@ class FakeRunner:
         if seat is None or session.epoch != seat.epoch:
             head_channel.deliver(SessionFailed(session.session_id, "refused", f"epoch {session.epoch} is stale"))
             return
-        if len(self._waiting) >= (self._fabric.max_returning if session.resumed else self._fabric.max_waiting):
-            what = f"{self._computing} sessions run and {len(self._waiting)} wait"
+        places = self._places
+        if places.waiting >= (self._fabric.max_returning if session.resumed else self._fabric.max_waiting):
+            what = f"{places.taken} sessions run and {places.waiting} wait"
             head_channel.deliver(SessionFailed(session.session_id, "queue_full", what))
             return
         scope = trio.CancelScope()
         self.sessions[session.session_id] = (head_channel, scope)
         try:
             with scope:
-                async with self._place(seat.placement.concurrency, self._rank(session)):
+                async with places.one_of(seat.placement.concurrency, self._rank(session)):
                     await self._compute(seat, session, head_channel)
         finally:
             if self.sessions.get(session.session_id, (None, None))[1] is scope:
@@ -541,24 +460,6 @@ class FakeRunner:
         """Lower ones go first: what has begun, then what was open before, then what is new."""
         has_begun = session.emitted > 0 or (session.resumed and session.session_id in self._kept)
         return 0 if has_begun else 1 if session.resumed else 2
-
-    @asynccontextmanager
-    async def _place(self, places: int, rank: int) -> AsyncGenerator[None]:
-        """One of so many, once it is free and nobody goes before."""
-        turn = (rank, next(self._tickets))
-        self._waiting.append(turn)
-        try:
-            while self._computing >= places or min(self._waiting) != turn:
-                await self._moves_up.park()
-        finally:
-            self._waiting.remove(turn)
-            self._moves_up.unpark_all()
-        self._computing += 1
-        try:
-            yield
-        finally:
-            self._computing -= 1
-            self._moves_up.unpark_all()
 
     async def _compute(self, seat: LoadSeat, session: OpenSession, head_channel: FakeChannel) -> None:
         """One token after the other, until the last."""

@@ -41,7 +41,8 @@ from meshinfer.serving.requests import Generated, Waiting
 from meshinfer.testing.chaos_room import NODE_BYTES, SPEED, at_once, replays
 from meshinfer.testing.churn import STAGES
 from meshinfer.testing.cluster import Cluster, SimNode
-from meshinfer.testing.engine import Step, exact_answer
+from meshinfer.testing.engine import Step
+from meshinfer.testing.exact_answers import exact_answer
 
 RATES = (0.0, 1e-4, 1e-3, 1e-2)
 """Of failure, per hop and step."""

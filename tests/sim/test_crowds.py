@@ -11,7 +11,9 @@ from meshinfer.base.ids import SessionId
 from meshinfer.planning.workload import Workload
 from meshinfer.serving.sessions import NO_ROOM_SECONDS
 from meshinfer.testing.cluster import Cluster
-from meshinfer.testing.engine import FakeChannel, Step, exact_answer
+from meshinfer.testing.engine import Step
+from meshinfer.testing.exact_answers import exact_answer
+from meshinfer.testing.fake_channel import FakeChannel
 from meshinfer.wire.records import OpenSession, Sampling
 
 

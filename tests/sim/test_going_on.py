@@ -10,7 +10,7 @@ from meshinfer.base.ids import NodeId
 from meshinfer.planning.workload import Workload
 from meshinfer.serving.placing import Begun, Placer
 from meshinfer.testing.cluster import Cluster
-from meshinfer.testing.engine import exact_answer
+from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement

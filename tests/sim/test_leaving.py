@@ -23,7 +23,7 @@ from meshinfer.serving.election import elect
 from meshinfer.serving.view import AHEAD
 from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
-from meshinfer.testing.engine import exact_answer
+from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.wire.codec import encode
 from meshinfer.wire.messages import LEASE, PLACE, Lease, LeaseAnswer, Place, Placed
 

@@ -8,7 +8,7 @@ import trio
 from whole_agents import three_of
 
 from meshinfer.planning.workload import Workload
-from meshinfer.testing.engine import exact_answer
+from meshinfer.testing.exact_answers import exact_answer
 
 WORKLOAD = Workload(context_tokens=1024, concurrency=1)
 TOKENS = 600

@@ -23,7 +23,7 @@ from meshinfer.serving.sessions import Sessions
 from meshinfer.serving.view import Instance
 from meshinfer.testing.chaos_room import NODE_BYTES, SPEED
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
-from meshinfer.testing.engine import exact_answer
+from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.topology.card import LAST_EPOCH
 from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import COMMIT, LEASE, Deletion, Lease, LeaseAnswer, Place, SeatRef

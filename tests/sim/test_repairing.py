@@ -20,7 +20,8 @@ from meshinfer.serving.view import Instance
 from meshinfer.testing.cards import model_card
 from meshinfer.testing.chaos_room import NODE_BYTES
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
-from meshinfer.testing.engine import FakeSpeed, Step, exact_answer
+from meshinfer.testing.engine import FakeSpeed, Step
+from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.wire.messages import Deletion, Done, Lease, LeaseAnswer, Place, SeatRef
 
 MOST_EPOCHS = 6

@@ -23,7 +23,7 @@ from meshinfer.serving.requests import Generated, GenerateRequest, Waiting
 from meshinfer.serving.spares import LOOK_SECONDS, REFILL_SECONDS
 from meshinfer.testing.cards import model_card
 from meshinfer.testing.cluster import WORKLOAD, Cluster, SimNode
-from meshinfer.testing.engine import exact_answer
+from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.topology.placement import Seat
 from meshinfer.wire.messages import Lease, OpenChannel, Place, Placed, SeatRef
 

@@ -9,7 +9,8 @@ from whole_agents import three_of
 from meshinfer.planning.workload import Workload
 from meshinfer.testing.chaos import FREED_SECONDS
 from meshinfer.testing.cluster import Cluster, SimNode
-from meshinfer.testing.engine import FakeRunner, exact_answer
+from meshinfer.testing.engine import FakeRunner
+from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.wire.runner_control import AgentMessage, OriginGone
 
 WORKLOAD = Workload(context_tokens=4096, concurrency=4)
