@@ -29,17 +29,15 @@ from itertools import pairwise, product
 import httpx
 
 from meshinfer.api.placements import placement_from_json
-from meshinfer.base.ids import NodeId
-from meshinfer.serving.election import elect
 from meshinfer.testing.agent_process import RunningAgent
 from meshinfer.testing.agent_room import CONTEXT_TOKENS, MODEL, AgentRoom, RoomError, get, instances
 from meshinfer.testing.agent_witness import Witness, read_agent
 from meshinfer.testing.bad_channels import BadChannels
 from meshinfer.testing.bad_lines import BadLines
+from meshinfer.testing.cast import Cast
 from meshinfer.testing.chaos import (
     BETWEEN,
     HOUR_SECONDS,
-    OF_RUNNERS,
     Answer,
     Deed,
     Fault,
@@ -49,7 +47,6 @@ from meshinfer.testing.chaos import (
     Scenario,
     answer_violations,
     faults_not_made,
-    holder_now,
     kept_violations,
     rest_violations,
     trace_violations,
@@ -58,7 +55,7 @@ from meshinfer.testing.fault_proxy import Faults
 from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 from meshinfer.testing.stream_client import Question, ask
-from meshinfer.topology.placement import Seat
+from meshinfer.topology.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +202,6 @@ class _Run:
     tries_before: int
     faulted_at: float = 0.0
     """The first time, by the wall clock."""
-    lost: Seat | None = None
-    """The first seat that was hit."""
     struck: list[tuple[Fault, float]] = field(default_factory=list[tuple[Fault, float]])
     """All and only the faults that were made, and when by the wall clock; two of them may be equal."""
     struck_pids: set[int] = field(default_factory=set[int])
@@ -239,9 +234,16 @@ class _Run:
             room.wait_settled()
             room.wait_for_spares()
         (instance,) = instances(next(iter(room.live().values())))
-        self.epoch, self.placement = instance["epoch"], placement_from_json(instance["placement"])
+        self.cast = Cast(
+            self.scenario,
+            placement_from_json(instance["placement"]),
+            instance["epoch"],
+            live=lambda: [agent.node_id for agent in room.live().values()],
+            placements=self._placements,
+            runs=lambda node: bool(self._pids(room.name_of(node))),
+        )
         self.k = self.rng.randrange(2, TOKENS // 2)  # the rest must take longer than making the fault
-        self._cast()
+        self._choose_origins()
         self._set_clocks()
         for name in (
             set[str]() if self.scenario.fresh else {self.origin, self.other}
@@ -266,7 +268,7 @@ class _Run:
         ]
         self.late = came_too_late(told, answers[0], self.faulted_at, self.struck) or self.late
         log.info("%s\n%s", phases, "\n".join(f"{at:8.3f}  {line}" for at, line in story))
-        violations = [v for answer in answers for v in answer_violations(answer, self._ends(answer))] + rest
+        violations = [v for answer in answers for v in answer_violations(answer, self.cast.ends(answer.client))] + rest
         violations += self._serves_again() if self.scenario.ends == "error" else []
         violations += [f"a fault could not be made or undone: {why}" for why in self.failures]
         violations += [] if self.late else faults_not_made(self.scenario.faults, [fault for fault, _ in self.struck])
@@ -309,19 +311,17 @@ class _Run:
 
     # --- the cast -------------------------------------------------------------------------------
 
-    def _cast(self) -> None:
+    def _choose_origins(self) -> None:
         """Who asks: somebody whom the faults are not aimed at, unless one is."""
         agents = self.room.live()
         harmless: set[Deed] = {"fill disk"}
-        hit = {node for f in self.scenario.faults if f.deed not in harmless for node in self._players(f.part)}
-        if any(fault.part == "replacement" for fault in self.scenario.faults):
-            hit |= {agent.node_id for agent in agents.values()}.difference(self.seats)  # one of them will be it
-        hit |= {self._after(node) for f in self.scenario.faults if f.deed in BETWEEN for node in self._seated(f.part)}
+        hit = self.cast.hit_by(fault for fault in self.scenario.faults if fault.deed not in harmless)
         free = [name for name, agent in agents.items() if agent.node_id not in hit]
         self.origin = self.rng.choice(free or list(agents))
         self.other = self.rng.choice([name for name in free if name != self.origin] or [self.origin])
         if any(fault.part == "origin" and fault.deed not in harmless for fault in self.scenario.faults):
             self.other = self.rng.choice([name for name in agents if name != self.origin])
+        self.cast.origin = agents[self.origin].node_id
 
     def _set_clocks(self) -> None:
         """On machines that can: one agent's wall clock is wrong from now on. Another part's with each seed."""
@@ -329,60 +329,23 @@ class _Run:
         if isinstance(machines, SkewedClocks):
             parts: tuple[Part, ...] = ("origin", "head", "planner", self.scenario.faults[0].part)
             part = parts[self.seed % len(parts)]
-            name = self.room.name_of(self.rng.choice(self._players(part)))
+            name = self.room.name_of(self.rng.choice(self.cast.players(part)))
             ahead = self.scenario.skew_seconds or HOUR_SECONDS
             log.info("the wall clock of %s (%s) is %+.0f s off", name, part, ahead)
             machines.set_wall_clock(name, ahead)
             self.to_undo.append(lambda: machines.set_wall_clock(name, 0.0))
 
-    def _players(self, part: Part) -> list[NodeId]:
-        """Who may play that part now."""
-        agents = self.room.live()
-        live = [agent.node_id for agent in agents.values()]
-        origin = agents[self.origin].node_id if hasattr(self, "origin") and self.origin in agents else None
-        match part:
-            case "origin":
-                return [origin] if origin else []
-            case "head":
-                return self.seats[:1]
-            case "middle":
-                return self.seats[1:-1] or self.seats[-1:]
-            case "last":
-                return self.seats[-1:]
-            case "planner":
-                return list(elect(MODEL, live)[:1])
-            case "holder":
-                return self.seats
-            case "bystander":
-                return [node for node in live if node not in self.seats and node != origin]
-            case "replacement":
-                if origin is None or self.lost is None:
-                    return []
-                newer = [one["placement"] for one in instances(agents[self.origin]) if one["epoch"] > self.epoch]
-                return [holder_now(self.lost, placement_from_json(placement)) for placement in newer]
+    def _placements(self) -> list[tuple[int, Placement]]:
+        origin = self.room.agents[self.origin]
+        return [(one["epoch"], placement_from_json(one["placement"])) for one in instances(origin)]
 
     def _targets(self, fault: Fault) -> list[str]:
-        """Whom it can be done to now."""
-        live = self.room.live()
-        players = self._seated(fault.part) if fault.deed in BETWEEN else self._players(fault.part)
-        names = [name for name, agent in live.items() if agent.node_id in players]
-        return [name for name in names if fault.deed not in OF_RUNNERS or self._pids(name)]
-
-    def _seated(self, part: Part) -> list[NodeId]:
-        """Those who may play that part and have a seat, so that there is one after theirs."""
-        return [node for node in self._players(part) if node in self.seats]
+        return [self.room.name_of(node) for node in self.cast.targets(fault)]
 
     def _pids(self, name: str) -> list[int]:
         """Of its runners that have seats and were not hit before."""
         runners = get(self.room.agents[name], "/state")["runners"]
         return [runner["pid"] for runner in runners if runner["pid"] not in self.struck_pids]
-
-    def _after(self, node: NodeId) -> NodeId:
-        """Who has the seat after that one's; the head after the last."""
-        return self.seats[(self.seats.index(node) + 1) % len(self.seats)]
-
-    def _ends(self, answer: Answer) -> str:
-        return "either" if answer.client != "first" and self.scenario.ends == "error" else self.scenario.ends
 
     # --- clients and faults ---------------------------------------------------------------------
 
@@ -439,8 +402,7 @@ class _Run:
         began = time.time()
         self.faulted_at = self.faulted_at or began
         node = self.room.agents[name].node_id
-        if self.lost is None:
-            self.lost = next((seat for seat in self.placement.seats if seat.node_id == node), None)
+        self.cast.strike(node)
         undo = self._make(fault.deed, name)
         self.struck.append((fault, began))
         if math.isinf(fault.seconds):
@@ -527,7 +489,7 @@ class _Run:
             case "cut from origin":
                 return [(name, self.origin), (self.origin, name)]
             case "cut from next" | "mute to next" | "deafen to next":
-                following = self.room.name_of(self._after(self.room.live()[name].node_id))
+                following = self.room.name_of(self.cast.after(self.room.live()[name].node_id))
                 ways = {"mute to next": [(name, following)], "deafen to next": [(following, name)]}
                 return ways.get(deed, [(name, following), (following, name)])
             case _:

@@ -26,22 +26,18 @@ from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import InstanceId, NodeId, SessionId
 from meshinfer.base.units import MIB
 from meshinfer.planning.workload import Constraints, Workload
-from meshinfer.serving.election import elect
 from meshinfer.serving.requests import Finished, Generated, Waiting
+from meshinfer.testing.cast import Cast
 from meshinfer.testing.chaos import (
-    BETWEEN,
     FREED_SECONDS,
     HOUR_SECONDS,
-    OF_RUNNERS,
     Answer,
     Fault,
     Outcome,
-    Part,
     Reading,
     Scenario,
     answer_violations,
     faults_not_made,
-    holder_now,
     kept_violations,
     rest_violations,
     trace_violations,
@@ -56,7 +52,6 @@ from meshinfer.testing.clocks import (
 from meshinfer.testing.cluster import Cluster, SimNode
 from meshinfer.testing.engine import KEPT_SECONDS, FakeSpeed, Step
 from meshinfer.testing.exact_answers import exact_answer
-from meshinfer.topology.placement import Placement, Seat
 from meshinfer.wire.messages import LEASE, Place
 
 log = logging.getLogger(__name__)
@@ -180,12 +175,7 @@ class _Run:
         self.witness = Witness(cluster)
         self.dead: set[NodeId] = set()
         """Killed, and not restarted."""
-        self.placement: Placement
-        """Before anything happens."""
-        self._epoch: int
-        """Of that placement."""
-        self._lost: Seat | None = None
-        """The first of its seats that was hit."""
+        self.cast: Cast
         self.origin: SimNode
         self.answers: list[Answer] = []
         self.noticed = trio.Event()
@@ -211,10 +201,18 @@ class _Run:
         with cluster.nodes[0].clocks.worn():
             preview = await serving.planner.preview(cluster.model.model_id, WORKLOAD, Constraints())
             wanted = rng.choice([plan for plan in preview.plans if len(plan.placement.seats) == self.scenario.stages])
-            await serving.placer.place(Place(cluster.model.model_id, WORKLOAD, Constraints(), wanted.placement))
+            ask = Place(cluster.model.model_id, WORKLOAD, Constraints(), wanted.placement)
+            placed = await serving.placer.place(ask)
         await cluster.until(lambda: all([i.state for i in n.instances()] == ["ready"] for n in cluster.nodes))
-        self.placement = wanted.placement
-        self._cast()
+        self.cast = Cast(
+            self.scenario,
+            placed.placement,
+            placed.epoch,
+            live=lambda: [node.node_id for node in self._live()],
+            placements=lambda: [(instance.epoch, instance.placement) for instance in self.origin.instances()],
+            runs=lambda node: bool(cluster.fabric.runners_of(node)),
+        )
+        self._choose_origin()
         before: list[Reading] = []
         async with trio.open_nursery() as watching:
             watching.start_soon(self.witness.watch_memory)
@@ -232,7 +230,9 @@ class _Run:
             settled, rest = await come_to_rest(cluster, before, self._live)
             rest += await self._serves_again() if self.scenario.ends == "error" else []
             watching.cancel_scope.cancel()
-        violations = [v for answer in self.answers for v in answer_violations(answer, self._ends(answer))] + rest
+        violations = [
+            v for answer in self.answers for v in answer_violations(answer, self.cast.ends(answer.client))
+        ] + rest
         violations += faults_not_made(self.scenario.faults, self.made) + self.witness.violations + list(self._in_vain)
         return Outcome(
             self.scenario.name,
@@ -246,25 +246,19 @@ class _Run:
 
     # --- the cast -------------------------------------------------------------------------------
 
-    def _cast(self) -> None:
-        """Who asks: somebody whom the faults are not aimed at, unless one is."""
-        not_yet = {"origin", "replacement", "bystander"}
-        faults = [fault for fault in self.scenario.faults if fault.part not in not_yet]
-        hit = {node for fault in faults for node in self._players(fault.part)}
-        hit |= {self._after(node) for fault in faults if fault.deed in BETWEEN for node in self._targets(fault)}
-        hit |= self._may_replace()
+    def _choose_origin(self) -> None:
+        """Who asks: somebody whom the faults are not aimed at, unless one is. A bystander is chosen later."""
+        hit = self.cast.hit_by(fault for fault in self.scenario.faults if fault.part != "bystander")
         free = [node for node in self.cluster.nodes if node.node_id not in hit]
         self.origin = self.rng.choice(free or self.cluster.nodes)
-        (instance,) = self.origin.instances()
-        self._epoch = instance.epoch
+        self.cast.origin = self.origin.node_id
 
     def _clients(self) -> Sequence[tuple[SimNode, int]]:
         """(origin, tokens) of each: the first, another of the same origin or not, one that asks for little, and the rest.
 
         An answer that its origin is to leave behind is long.
         """
-        parts: set[Part] = {fault.part for fault in self.scenario.faults}
-        hit = {node for part in parts for node in self._players(part)} | {self.origin.node_id} | self._may_replace()
+        hit = self.cast.hit_by(self.scenario.faults) | {self.origin.node_id}
         others = [node for node in self.cluster.nodes if node.node_id not in hit] or [self.origin]
         is_left = any((fault.deed, fault.part) == ("kill", "origin") for fault in self.scenario.faults)
         first = LONG_TOKENS if is_left or self.scenario.outlasts else TOKENS
@@ -272,56 +266,8 @@ class _Run:
         counts = (second, 5, *(TOKENS,) * (self.scenario.clients - 3))
         return (self.origin, first), *((self.rng.choice(others), count) for count in counts)
 
-    def _players(self, part: Part) -> list[NodeId]:
-        """Who may play that part now."""
-        seats = [seat.node_id for seat in self.placement.seats]
-        match part:
-            case "origin":
-                return [self.origin.node_id]
-            case "head":
-                return seats[:1]
-            case "middle":
-                return seats[1:-1] or seats[-1:]
-            case "last":
-                return seats[-1:]
-            case "planner":
-                return list(elect(self.cluster.model.model_id, [node.node_id for node in self._live()])[:1])
-            case "holder":
-                return seats
-            case "bystander":
-                return [n.node_id for n in self._live() if n.node_id not in seats and n is not self.origin]
-            case "replacement":
-                newer = [i.placement for i in self.origin.instances() if i.epoch > self._epoch]
-                return [holder_now(self._lost, placement) for placement in newer if self._lost is not None]
-
-    def _may_replace(self) -> set[NodeId]:
-        """Who may come to sit in a lost seat, if that is to be hit."""
-        if all(fault.part != "replacement" for fault in self.scenario.faults):
-            return set()
-        return {node.node_id for node in self.cluster.nodes}.difference(seat.node_id for seat in self.placement.seats)
-
-    def _targets(self, fault: Fault) -> list[NodeId]:
-        """Whom it can be done to now."""
-        runners = self.cluster.fabric.runners_of
-        live = [node for node in self._players(fault.part) if node not in self.dead]
-        if fault.deed in BETWEEN:
-            seats = [seat.node_id for seat in self.placement.seats]
-            return [node for node in live if node in seats]
-        return [node for node in live if fault.deed not in OF_RUNNERS or runners(node)]
-
-    def _after(self, node: NodeId) -> NodeId:
-        """Who has the seat after that one's; the head after the last."""
-        seats = [seat.node_id for seat in self.placement.seats]
-        return seats[(seats.index(node) + 1) % len(seats)]
-
     def _live(self) -> list[SimNode]:
         return [node for node in self.cluster.live() if node.node_id not in self.dead]
-
-    def _ends(self, answer: Answer) -> str:
-        """What a client must see. The first is the one that the scenario speaks of; where its answer may fail or
-        must, another's may too, if it comes late.
-        """
-        return "either" if answer.client != "first" and self.scenario.ends == "error" else self.scenario.ends
 
     # --- the clients ----------------------------------------------------------------------------
 
@@ -397,7 +343,7 @@ class _Run:
         match fault.moment:
             case "repair":
                 await self.noticed.wait()
-                while not self._targets(fault):  # noqa: ASYNC110 - virtual time is free
+                while not self.cast.targets(fault):  # noqa: ASYNC110 - virtual time is free
                     await trio.sleep(self.cluster.network.latency_seconds)
                 # What is lost is loaded only after both of them, and takes that long: it is under repair until then.
                 await trio.sleep(self.rng.uniform(0, SPEED.load_seconds))
@@ -419,14 +365,13 @@ class _Run:
 
     async def _do(self, fault: Fault) -> None:
         """Make the fault, if it can be made, and undo it when its time is over."""
-        targets = self._targets(fault)
+        targets = self.cast.targets(fault)
         if not targets or (fault.moment == "repair" and self._is_repaired):
             return
         self.made.append(fault)
         node = self.cluster.node_of(self.rng.choice(targets))
         assert node is not None
-        if self._lost is None:
-            self._lost = next((seat for seat in self.placement.seats if seat.node_id == node.node_id), None)
+        self.cast.strike(node.node_id)
         log.info("%.3f: %s %s (%s)", shared_time(), fault.deed, fault.part, node.node_id)
         network = self.cluster.network
         everyone = [other.node_id for other in self._live() if other is not node]
@@ -457,11 +402,11 @@ class _Run:
             case "cut from origin":
                 network.cut([node.node_id], [self.origin.node_id])
             case "cut from next":
-                network.cut([node.node_id], [self._after(node.node_id)])
+                network.cut([node.node_id], [self.cast.after(node.node_id)])
             case "mute to next":
-                network.cut([node.node_id], [self._after(node.node_id)], one_way=True)
+                network.cut([node.node_id], [self.cast.after(node.node_id)], one_way=True)
             case "deafen to next":
-                network.cut([self._after(node.node_id)], [node.node_id], one_way=True)
+                network.cut([self.cast.after(node.node_id)], [node.node_id], one_way=True)
             case "split":
                 rest = self.rng.sample(everyone, len(everyone) + 1 - self.scenario.stages)
                 network.cut(rest, [other for other in (*everyone, node.node_id) if other not in rest])
