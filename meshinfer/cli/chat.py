@@ -238,7 +238,8 @@ def _tell_of_repair(answer: Answer) -> None:
     """Why the words stop. On a line of its own: a status line would wipe out the half line of text."""
     if out.is_terminal and answer.text and not answer.text.endswith("\n"):
         err.print()
-    told = "a part of the model is being moved to another node; the answer goes on when it is there …"
+    # Its node may be lost or leaving, its runner may have crashed, a link may be down: from here all look alike.
+    told = "a part of the model no longer answers; the answer goes on when it does again, there or on another node …"
     err.print(told, style="dim", soft_wrap=True)
 
 

@@ -39,7 +39,8 @@ def test_a_repair_is_told_once_and_stays_out_of_the_answer(agent: ScriptedAgent)
     result = ask(agent, "What is the capital of France?")
 
     assert result.stdout == "Paris.\n"
-    assert result.stderr.count("being moved to another node") == 1
+    # Whether another node takes it over is not known yet: a runner that crashed is made again where it was.
+    assert result.stderr.count("the answer goes on when it does again, there or on another node") == 1
 
 
 def test_what_the_model_says_is_not_taken_for_markup(agent: ScriptedAgent):
