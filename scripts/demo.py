@@ -49,7 +49,7 @@ from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.base.units import MIB, format_bytes, format_seconds
 from meshinfer.cli.agent_client import delete, get, post
-from meshinfer.cli.chat import Answer, Dials, ask_model
+from meshinfer.cli.chat import Answer, Dials, Page, ask_model
 from meshinfer.cli.plan import previews
 from meshinfer.cli.status import layers_of, links_table
 from meshinfer.config import Settings
@@ -271,7 +271,7 @@ def put(text: str) -> None:
 def ask(agent: RunningAgent, text: str, max_tokens: int, show: Callable[[str], None]) -> Answer:
     # Temperature 0: the likeliest token each time, so that the same model says the same words however it is split.
     dials = Dials(agent.url, "", MODEL, max_tokens=max_tokens, temperature=0, seed=None)
-    return ask_model(dials, [{"role": "user", "content": text}], show)
+    return ask_model(dials, [{"role": "user", "content": text}], Page(show))
 
 
 def question(agent: RunningAgent) -> Answer:

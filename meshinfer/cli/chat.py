@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 # Often enough for a bar that moves, rarely enough to be no load.
 _PROGRESS_SECONDS = 0.5
 
+# Its node may be lost or leaving, its runner may have crashed, a link may be down: from here all look alike.
+REPAIR = "a part of the model no longer answers; the answer goes on when it does again, there or on another node …"
+
 Message = dict[str, str]
 
 
@@ -146,7 +149,7 @@ def chat(
         return
     messages.append({"role": "user", "content": prompt if prompt is not None else sys.stdin.read()})
     if as_json:
-        print_json(ask_model(dials, messages, lambda _: None).to_json(model))
+        print_json(ask_model(dials, messages, Page(lambda _: None)).to_json(model))
     else:
         _show_answer(dials, messages)
 
@@ -194,10 +197,40 @@ def _talk(dials: Dials, messages: list[Message]) -> None:
             messages.append({"role": "assistant", "content": answer.text})
 
 
+class Page:
+    """An answer, as `show` shows it, and on standard error what is told of it, each notice on lines of its own.
+
+    The eye may see both in one place, also where standard output is a pipe (`| tee answer.txt`, `2>&1`). So before a
+    notice the line ends, on standard error: standard output is the answer and nothing else.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._is_within_line = False
+
+    def write(self, text: str) -> None:
+        self._show(text)
+        self._is_within_line = not text.endswith("\n")
+
+    def tell(self, notice: str) -> None:
+        self.break_line()
+        err.print(notice, style="dim", soft_wrap=True)
+
+    def break_line(self) -> None:
+        if self._is_within_line:
+            err.print()
+        self._is_within_line = False
+
+
 def _show_answer(dials: Dials, messages: list[Message]) -> Answer:
-    answer = ask_model(dials, messages, _write)
-    _write("\n")
-    err.print(answer.footer(), style="dim", soft_wrap=True)
+    page = Page(_write)
+    try:
+        answer = ask_model(dials, messages, page)
+    except MeshinferError:
+        page.break_line()  # of what is wrong, too
+        raise
+    page.write("\n")
+    page.tell(answer.footer())
     return answer
 
 
@@ -207,8 +240,8 @@ def _write(text: str) -> None:
     out.file.flush()
 
 
-def ask_model(dials: Dials, messages: list[Message], show: Callable[[str], None]) -> Answer:
-    """Stream one answer to `show`; until its first words, say what the mesh is doing.
+def ask_model(dials: Dials, messages: list[Message], page: Page) -> Answer:
+    """Stream one answer to `page`; until its first words, say what the mesh is doing.
 
     Raises:
         MeshinferError: what the agent says is wrong, or what is wrong with the way to it.
@@ -222,25 +255,16 @@ def ask_model(dials: Dials, messages: list[Message], show: Callable[[str], None]
         with http_client(dials.url, dials.api_key) as client, _waiting_shown(dials) as stop_showing:
             body = dials.body(messages)
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
-                for chunk in _chunks(response, dials.url, lambda: _tell_of_repair(answer)):
+                for chunk in _chunks(response, dials.url, lambda: page.tell(REPAIR)):
                     text = _take(chunk, answer)
                     if text:
                         stop_showing()
-                        show(text)
+                        page.write(text)
     except httpx.HTTPError as error:
         raise explain(error, dials.url) from error
     if not answer.finish_reason:
         raise PeerLost("the answer broke off", do="ask again; `meshinfer status` shows who is left")
     return answer
-
-
-def _tell_of_repair(answer: Answer) -> None:
-    """Why the words stop. On a line of its own: a status line would wipe out the half line of text."""
-    if out.is_terminal and answer.text and not answer.text.endswith("\n"):
-        err.print()
-    # Its node may be lost or leaving, its runner may have crashed, a link may be down: from here all look alike.
-    told = "a part of the model no longer answers; the answer goes on when it does again, there or on another node …"
-    err.print(told, style="dim", soft_wrap=True)
 
 
 def _chunks(response: httpx.Response, url: str, on_repair: Callable[[], None]) -> Iterator[Any]:

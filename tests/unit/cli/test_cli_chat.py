@@ -43,6 +43,24 @@ def test_a_repair_is_told_once_and_stays_out_of_the_answer(agent: ScriptedAgent)
     assert result.stderr.count("the answer goes on when it does again, there or on another node") == 1
 
 
+def test_where_one_screen_shows_both_a_notice_has_a_line_of_its_own(agent: ScriptedAgent):
+    agent.streams(CHAT, delta("Par"), ": repairing 0%\n\n", delta("is."), delta(finish="stop"), USAGE)
+
+    before, notice, after, *_ = ask(agent, "What is the capital of France?").output.splitlines()
+
+    assert (before, after) == ("Par", "is.")
+    assert notice.startswith("a part of the model")
+
+
+def test_where_one_screen_shows_both_what_is_wrong_has_a_line_of_its_own(agent: ScriptedAgent):
+    agent.streams(CHAT, delta("Par"), {"error": {"message": "node ben is lost", "code": "peer_lost"}}, end="")
+
+    result = ask(agent, "What is the capital of France?")
+
+    assert result.output.splitlines() == ["Par", "meshinfer: node ben is lost"]
+    assert result.stdout == "Par"
+
+
 def test_what_the_model_says_is_not_taken_for_markup(agent: ScriptedAgent):
     agent.streams(CHAT, delta("[bold]a[/bold] \\[x]"), delta(finish="stop"), USAGE)
 
