@@ -85,10 +85,11 @@ class Started:
     models: tuple[str, ...]
 
 
-async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -> None:
+async def run_agent(settings: Settings, on_step: Callable[[str], None], on_started: Callable[[Started], None]) -> None:
     """Run this node until cancelled; then leave politely, within a minute, and end every runner.
 
-    Leaving is not cancelled by what ends it: who cannot wait ends the process.
+    Leaving is not cancelled by what ends it: who cannot wait ends the process. `on_step` hears what the start is at,
+    which takes seconds.
 
     Raises:
         BadInput: the home is in use, a port is in use, a key or identity file is damaged.
@@ -100,6 +101,7 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
         membership = await trio.to_thread.run_sync(
             partial(load_or_make, settings.home, key_file=settings.mesh_key_file, open_mesh=settings.open_mesh)
         )
+        on_step("measuring this machine")
         machine = await measure_machine(settings.home, settings.memory_limit_bytes, settings.memory_reserve)
         store = ModelStore(settings.home / "models")
         transport = Libp2pTransport(
@@ -139,6 +141,7 @@ async def run_agent(settings: Settings, on_started: Callable[[Started], None]) -
             asked = trio.Event()
             asking.start_soon(_tell_of_cancelling, asked, name="asked to leave")
             async with trio.open_nursery() as nursery:
+                on_step("opening the network")
                 await nursery.start(transport.run, name="transport")
                 await nursery.start(mesh.run, name="mesh")
                 nursery.start_soon(serving.run, name="serving")

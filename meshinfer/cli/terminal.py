@@ -23,6 +23,23 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
+class Steps:
+    """What a start that takes a while is at: on a terminal one line that changes, else a line for each step."""
+
+    def __init__(self) -> None:
+        self._line = err.status("")
+
+    def tell(self, step: str) -> None:
+        if err.is_terminal:
+            self._line.update(step)
+            self._line.start()
+        else:
+            err.print(step, soft_wrap=True)
+
+    def stop(self) -> None:
+        self._line.stop()
+
+
 def show_error(error: MeshinferError) -> None:
     """One panel for a person; plain lines for a log."""
     lines = [Text(printable(error.what))]

@@ -28,7 +28,7 @@ from meshinfer.base.errors import MeshinferError
 from meshinfer.base.units import format_bytes
 from meshinfer.cli.membership import print_invitation
 from meshinfer.cli.options import HomeOption, home_or_default, memory_size
-from meshinfer.cli.terminal import err, out
+from meshinfer.cli.terminal import Steps, err, out
 from meshinfer.config import Settings, default_home
 
 if TYPE_CHECKING:
@@ -223,32 +223,39 @@ def up(
         leave_at_battery_percent=leave_at_battery,
     )
     _log_to_stderr(verbose)
-    with err.status("starting …") as starting:
-        # Seconds, most of them libp2p; then the machine is measured.
-        import trio
+    steps = Steps()
+    try:
+        _run(settings, steps, as_json=as_json, with_stdin=with_stdin)
+    finally:
+        steps.stop()
 
-        from meshinfer.agent import run_agent
 
-        def show(started: Started) -> None:
-            starting.stop()
-            _show_started(started, settings, as_json=as_json)
+def _run(settings: Settings, steps: Steps, *, as_json: bool, with_stdin: bool) -> None:
+    steps.tell("starting: loading libraries …")  # seconds, most of them libp2p
+    import trio
 
-        async def run() -> None:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
-                if with_stdin:
-                    nursery.start_soon(_cancel_at_end_of_stdin, nursery.cancel_scope)
-                await run_agent(settings, show)
-                nursery.cancel_scope.cancel()
+    from meshinfer.agent import run_agent
 
-        try:
-            trio.run(run)
-        except BaseExceptionGroup as group:
-            if group.subgroup(KeyboardInterrupt):  # a second Ctrl-C: whoever typed it knows why
-                raise typer.Exit(128 + signal.SIGINT) from None
-            raise (_the_one_to_tell(group) or group) from group
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    def show(started: Started) -> None:
+        steps.stop()
+        _show_started(started, settings, as_json=as_json)
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
+            if with_stdin:
+                nursery.start_soon(_cancel_at_end_of_stdin, nursery.cancel_scope)
+            await run_agent(settings, lambda step: steps.tell(f"starting: {step} …"), show)
+            nursery.cancel_scope.cancel()
+
+    try:
+        trio.run(run)
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt):  # a second Ctrl-C: whoever typed it knows why
+            raise typer.Exit(128 + signal.SIGINT) from None
+        raise (_the_one_to_tell(group) or group) from group
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 async def _cancel_on_signal(scope: trio.CancelScope) -> None:

@@ -42,6 +42,14 @@ def test_it_says_where_it_answers_and_keeps_the_code_to_itself(running: RunningA
     assert code not in json.dumps(running.started) + running.log()
 
 
+def test_its_start_says_what_it_is_at(running: RunningAgent):
+    steps = [line for line in running.log().splitlines() if line.startswith("starting: ")]
+
+    assert steps == [
+        f"starting: {step} …" for step in ("loading libraries", "measuring this machine", "opening the network")
+    ]
+
+
 def test_status_shows_this_node(running: RunningAgent):
     result = meshinfer("status", "--api", running.url)
 
