@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from meshinfer.base.errors import MeshinferError
 from meshinfer.cli import chat, leave, membership, models, plan, simulate, status, unload, up, version
+from meshinfer.cli.options import home_named
 from meshinfer.cli.terminal import err, show_error
 
 
@@ -19,7 +20,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MeshinferError as error:
-            show_error(error)
+            show_error(error, home_named(ctx))
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             err.print()

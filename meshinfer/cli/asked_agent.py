@@ -28,6 +28,6 @@ def agent_url(api: str | None, home: Path | None) -> str:
     if found is None and home is not None:
         raise NoAgent(
             f"no agent answers in {home}",
-            do=f"start one with `meshinfer up --home {home}`, or name another with --home, --api URL or MESHINFER_API",
+            do="start one with `meshinfer up`, or name another with --home, --api URL or MESHINFER_API",
         )
     return found or DEFAULT_API_URL

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -145,7 +146,7 @@ def chat(
         _place(dials, context, concurrency)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     if prompt is None and sys.stdin.isatty():
-        _talk(dials, messages)
+        _talk(dials, messages, home)
         return
     messages.append({"role": "user", "content": prompt if prompt is not None else sys.stdin.read()})
     if as_json:
@@ -164,7 +165,7 @@ def _place(dials: Dials, context: int | None, concurrency: int | None) -> None:
         post(dials.url, dials.api_key, "/instance", wish)
 
 
-def _talk(dials: Dials, messages: list[Message]) -> None:
+def _talk(dials: Dials, messages: list[Message], home: Path | None) -> None:
     err.print(f"Talking to {dials.model}. Ctrl-D or /bye ends it, /new starts over.", style="dim")
     opening = list(messages)
     while True:
@@ -191,7 +192,7 @@ def _talk(dials: Dials, messages: list[Message]) -> None:
             err.print(" …", style="dim")
             messages.pop()
         except MeshinferError as error:
-            show_error(error)
+            show_error(error, home)
             messages.pop()
         else:
             messages.append({"role": "assistant", "content": answer.text})

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from meshinfer.base.errors import Refused
+from meshinfer.cli.hints import with_home
 from meshinfer.cli.options import HomeOption, JsonOption, home_or_default
 from meshinfer.cli.terminal import err, out, print_json
 
@@ -30,7 +31,7 @@ def join(
 
     place = home_or_default(home)
     mesh_key.join(place, " ".join(code))
-    err.print("Remembered. From now on `meshinfer up` joins that mesh.")
+    err.print(with_home("Remembered. From now on `meshinfer up` joins that mesh.", home), soft_wrap=True)
     if agent_runs(place):
         err.print("The agent that runs here keeps its mesh until it is started again.", style="yellow")
 
@@ -44,7 +45,8 @@ def invite(home: HomeOption = None, as_json: JsonOption = False) -> None:
     if code is None:
         raise Refused(f"{place} belongs to no mesh yet", do="`meshinfer up` makes one, `meshinfer join CODE` joins one")
     if os.environ.get(mesh_key.JOIN_CODE_VARIABLE):
-        err.print(f"{mesh_key.JOIN_CODE_VARIABLE} is set: `meshinfer up` uses that code, not this one.", style="yellow")
+        told = f"{mesh_key.JOIN_CODE_VARIABLE} is set: `meshinfer up` uses that code, not this one."
+        err.print(with_home(told, home), style="yellow", soft_wrap=True)
     if as_json:
         print_json({"join_code": code.reveal()})
         return

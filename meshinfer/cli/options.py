@@ -41,6 +41,19 @@ def _model_id(text: str) -> ModelId:
     return parse_model_name(text)
 
 
+_HOME = "meshinfer.home"
+
+
+def _note_home(context: typer.Context, home: Path | None) -> Path | None:
+    context.meta[_HOME] = home
+    return home
+
+
+def home_named(context: typer.Context) -> Path | None:
+    """What `--home` the command line had, if any, for whoever shows its errors."""
+    return context.meta.get(_HOME)
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -53,6 +66,7 @@ HomeOption = Annotated[
     Path | None,
     typer.Option(
         "--home",
+        callback=_note_home,
         metavar="DIRECTORY",
         envvar="MESHINFER_HOME",
         show_default="this platform's data directory",

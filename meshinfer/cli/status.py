@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from meshinfer.base.units import format_bytes, format_seconds
 from meshinfer.cli.asked_agent import agent_url
+from meshinfer.cli.hints import with_home
 from meshinfer.cli.options import ApiKeyOption, ApiOption, HomeOption, JsonOption
 from meshinfer.cli.terminal import out, print_json, printable
 
@@ -36,11 +38,11 @@ def status(
     if as_json:
         print_json({"node_id": here, "topology": topology, "instances": instances})
         return
-    out.print(mesh(topology, instances, here))
+    out.print(mesh(topology, instances, here, home))
 
 
-def mesh(topology: Any, instances: list[Any], here: str = "") -> RenderableType:
-    """All of it, as a person reads it. `here`: the node that was asked."""
+def mesh(topology: Any, instances: list[Any], here: str = "", home: Path | None = None) -> RenderableType:
+    """All of it, as a person reads it. `here`: the node that was asked, by `home` if it was named."""
     nodes: dict[str, Any] = topology["nodes"]
     parts: list[RenderableType] = [nodes_table(nodes, instances, here)]
     for node_id, node in nodes.items():
@@ -51,7 +53,7 @@ def mesh(topology: Any, instances: list[Any], here: str = "") -> RenderableType:
     for instance in instances:
         parts += ["", layers_of(instance, nodes)]
     if not instances:
-        parts += ["", Text("No instances. `meshinfer chat MODEL` places one.", style="dim")]
+        parts += ["", Text(with_home("No instances. `meshinfer chat MODEL` places one.", home), style="dim")]
     return Group(*parts)
 
 

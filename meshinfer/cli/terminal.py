@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -10,6 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from meshinfer.base.errors import MeshinferError
+from meshinfer.cli.hints import with_home
 
 # markup=False: names and errors come from other nodes, and a bracket in them is a bracket.
 out = Console(highlight=False, markup=False)
@@ -40,13 +42,14 @@ class Steps:
         self._line.stop()
 
 
-def show_error(error: MeshinferError) -> None:
-    """One panel for a person; plain lines for a log."""
-    lines = [Text(printable(error.what))]
+def show_error(error: MeshinferError, home: Path | None) -> None:
+    """One panel for a person; plain lines for a log. `home`: that the user named."""
+    lines = [Text(printable(with_home(error.what, home)))]
     if error.expected:
         lines.append(Text(printable(f"Expected: {error.expected}"), style="dim"))
     if error.do:
-        lines.append(Text(printable(f"{error.do[:1].upper()}{error.do[1:].rstrip('.')}."), style="bold"))
+        advice = with_home(f"{error.do[:1].upper()}{error.do[1:].rstrip('.')}.", home)
+        lines.append(Text(printable(advice), style="bold"))
     if err.is_terminal:
         err.print(Panel(Group(*lines), title="meshinfer", title_align="left", border_style="red"))
     else:

@@ -14,7 +14,6 @@ import faulthandler
 import json
 import logging
 import os
-import shlex
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -26,10 +25,11 @@ from rich.text import Text
 
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.units import format_bytes
+from meshinfer.cli.hints import home_option, with_home
 from meshinfer.cli.membership import print_invitation
 from meshinfer.cli.options import HomeOption, home_or_default, memory_size
 from meshinfer.cli.terminal import Steps, err, out
-from meshinfer.config import Settings, default_home
+from meshinfer.config import Settings
 
 if TYPE_CHECKING:
     import trio
@@ -222,7 +222,7 @@ def up(
         concurrency=concurrency,
         leave_at_battery_percent=leave_at_battery,
     )
-    _log_to_stderr(verbose)
+    _log_to_stderr(verbose, settings.home)
     steps = Steps()
     try:
         _run(settings, steps, as_json=as_json, with_stdin=with_stdin)
@@ -304,17 +304,17 @@ def _the_one_to_tell(group: BaseExceptionGroup[BaseException]) -> MeshinferError
     return ours if isinstance(ours, MeshinferError) else None
 
 
-def _log_to_stderr(verbose: int) -> None:
+def _log_to_stderr(verbose: int, home: Path) -> None:
     """Our own news; with -v more of it; with -vv what the libraries say, too."""
     from rich.logging import RichHandler
 
     handler: logging.Handler
     if err.is_terminal:
         handler = RichHandler(console=err, show_path=False, show_level=verbose > 0, log_time_format="%X")
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Formatter("%(message)s", home))
     else:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", home))
     logging.basicConfig(level=logging.DEBUG if verbose > 1 else logging.ERROR, handlers=[handler])
     logging.getLogger("meshinfer").setLevel(logging.DEBUG if verbose else logging.INFO)
     if not verbose:
@@ -322,9 +322,19 @@ def _log_to_stderr(verbose: int) -> None:
         logging.getLogger("meshinfer.http").setLevel(logging.WARNING)
 
 
+class _Formatter(logging.Formatter):
+    """Commands that the log advises are for this home."""
+
+    def __init__(self, layout: str, home: Path) -> None:
+        super().__init__(layout)
+        self._home = home
+
+    def format(self, record: logging.LogRecord) -> str:
+        return with_home(super().format(record), self._home)
+
+
 def _show_started(started: Started, settings: Settings, *, as_json: bool) -> None:
     """What a person needs once: where it answers, and how others come in."""
-    at_home = "" if settings.home == default_home().absolute() else f" --home {shlex.quote(str(settings.home))}"
     if as_json:
         # One line, so that whoever started this process knows where it ends. The code stays out of it: such
         # output is kept in logs, and `meshinfer invite --json` gives the code to those who ask for it.
@@ -342,8 +352,9 @@ def _show_started(started: Started, settings: Settings, *, as_json: bool) -> Non
     table.add_row(Text("Address", style="dim"), Text.assemble(", ".join(addresses), ("  for --peer", "dim")))
     table.add_row(
         Text("Models", style="dim"),
-        ", ".join(started.models) or f"none yet: `meshinfer models pull smollm2-135m{at_home}`",
+        ", ".join(started.models) or with_home("none yet: `meshinfer models pull smollm2-135m`", settings.home),
     )
+    at_home = home_option(settings.home)
     # Only to eyes: what is not a terminal is likely a log.
     invites = started.key_source == "made" and started.join_code is not None and out.is_terminal
     table.add_row(Text("Mesh", style="dim"), _mesh_words(started, "" if invites else f"meshinfer invite{at_home}"))
