@@ -9,6 +9,7 @@ import trio
 from starlette.requests import ClientDisconnect, Request
 
 from meshinfer.api.errors import BodyTooLarge
+from meshinfer.api.validation import shown
 from meshinfer.base.errors import BadInput, DeadlineExceeded
 from meshinfer.base.units import format_bytes
 
@@ -35,7 +36,7 @@ async def read_json_object(request: Request, limit_bytes: int) -> dict[str, Any]
     except ValueError as error:
         raise BadInput(f"the body is not JSON that we take: {error}", expected="a JSON object in UTF-8") from error
     if not isinstance(value, dict):
-        raise BadInput(f"the body is a JSON {type(value).__name__}", expected="a JSON object")
+        raise BadInput(f"the body is {shown(value)}", expected="a JSON object")
     return value
 
 

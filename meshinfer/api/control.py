@@ -23,6 +23,7 @@ from meshinfer.api.body import read_json_object
 from meshinfer.api.errors import BadParameter, headers_of, openai_body
 from meshinfer.api.models import entry_to_json
 from meshinfer.api.placements import INSTANCE_META, SHARDING, placement_from_json, placement_to_json
+from meshinfer.api.validation import bad_parameter
 from meshinfer.base.errors import BadInput, DeadlineExceeded, MeshinferError, NoRoom, Refused, UnknownInstance
 from meshinfer.base.ids import InstanceId, ModelId, NodeId
 from meshinfer.base.units import parse_bytes
@@ -340,9 +341,7 @@ def _parse_wish(value: dict[str, Any]) -> _Wish:
     try:
         return _Wish.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"])
-        raise BadParameter(param, f"'{param}' is wrong: {first['msg']}") from None
+        raise bad_parameter(error) from None
 
 
 def _resolve(topology: Topology, named: Sequence[str], param: str) -> tuple[NodeId, ...]:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError, from_json
 from meshinfer.api.dialect import Ask, Choice, Ended, Piece, Usage
 from meshinfer.api.errors import BadParameter, UnsupportedParameter, openai_body
 from meshinfer.api.sse import CONTENT_TYPE, DONE, comment, data_event, to_json
+from meshinfer.api.validation import bad_parameter, shown
 from meshinfer.base.errors import BadInput, MeshinferError, UnknownModel
 from meshinfer.models.catalogue import parse_model_name
 from meshinfer.serving.requests import Generated, Waiting
@@ -66,11 +67,9 @@ def _join_parts(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise PydanticCustomError(
-                "part",
-                "part {index} is {kind}, and only text parts are served",
-                {"index": index, "kind": f"of type {kind!r}" if isinstance(kind, str) else "not a text part"},
-            )
+            is_other = isinstance(kind, str) and kind not in ("text", "refusal")
+            what = f"has part {index} of type {shown(kind)}" if is_other else f"has part {index} without text"
+            raise PydanticCustomError("part", "{what}", {"what": what})
         texts.append(text)
     return "".join(texts)
 
@@ -162,7 +161,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatBody:
     try:
         parsed = ChatBody.model_validate(served)
     except ValidationError as error:
-        raise _bad_parameter(error) from None
+        raise bad_parameter(error) from None
     _check_together(parsed)
     return parsed
 
@@ -306,15 +305,6 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 def _without_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
-
-
-def _bad_parameter(error: ValidationError) -> BadParameter:
-    """The first thing that is wrong, in the words of the protocol's users."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return UnsupportedParameter(param, f"unknown parameter '{param}'", do="leave it out")
-    return BadParameter(param, f"'{param}' is wrong: {first['msg']}")
 
 
 def _check_together(body: ChatBody) -> None:

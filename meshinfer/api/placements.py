@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from meshinfer.api.errors import BadParameter
+from meshinfer.api.validation import shown
 from meshinfer.base.errors import BadInput
 from meshinfer.base.ids import parse_model_id
 from meshinfer.topology.placement import ChannelKind, Placement, Strategy
@@ -57,7 +58,7 @@ def placement_from_json(value: Any) -> Placement:
 
 def _known(value: Any, param: str, keys: frozenset[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadParameter(param, f"'{param}' is a {type(value).__name__}", expected="an object")
+        raise BadParameter(param, f"'{param}' is {shown(value)}", expected="an object")
     unknown = sorted(value.keys() - keys)
     if unknown:
         raise BadParameter(f"{param}.{unknown[0]}", f"unknown field '{unknown[0]}' in '{param}'", do="leave it out")

@@ -157,7 +157,7 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], param: str):
 
 def test_an_image_is_refused_with_its_place():
     parts = [{"type": "text", "text": "what is"}, {"type": "image_url", "image_url": {"url": "data:"}}]
-    with pytest.raises(BadParameter, match=r"part 1 is of type 'image_url'"):
+    with pytest.raises(BadParameter, match=r"part 1 of type 'image_url'"):
         _messages({"role": "user", "content": parts})
 
 
