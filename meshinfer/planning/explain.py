@@ -21,7 +21,6 @@ from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement
 
 NAMED_NODES = 8
-ADVICE = "Free memory, lower --context or --concurrency, or add a laptop."
 
 
 def refusal(
@@ -258,6 +257,7 @@ def mesh_too_small(
     workload: Workload,
     memory: Sequence[SeatMemory],
     nodes: Sequence[NodeCard],
+    fitting_context: int,
 ) -> str:
     """Why all nodes together cannot hold it. `memory`: the fairest cut; `nodes`: all that may take part."""
     need = sum(seat.need_bytes for seat in memory)
@@ -279,19 +279,25 @@ def mesh_too_small(
         )
     return (
         f"{card.model_id} needs {_parts(memory)} for {workload.concurrency} × {workload.context_tokens} tokens; "
-        f"the mesh has {format_bytes(free)} free: {shown}{more}.{why} {ADVICE}"
+        f"the mesh has {format_bytes(free)} free: {shown}{more}.{why} "
+        f"{_less_context(fitting_context)}Free memory, lower --context or --concurrency, or add a laptop."
     )
 
 
-def cannot_be_cut(topology: Topology, card: ModelCard, alone: Sequence[SeatMemory]) -> Refusal:
+def cannot_be_cut(topology: Topology, card: ModelCard, alone: Sequence[SeatMemory], fitting_context: int) -> Refusal:
     """No legal cut, and no node holds it whole. `alone`: the whole model on each node, largest first."""
     seat = alone[0]
     text = (
         f"{card.model_id} cannot be cut into stages, so one node must hold all of it: {_parts((seat,))}; the largest, "
         f"{name(topology, seat.node_id)}, has {format_bytes(seat.free_bytes)} free. "
-        f"Free memory there, or lower --context or --concurrency."
+        f"{_less_context(fitting_context)}Free memory there, or lower --context or --concurrency."
     )
     return refusal("cut", text, [each.node_id for each in alone], alone)
+
+
+def _less_context(fitting: int) -> str:
+    """The first thing to try, if it is known to help."""
+    return f"It would fit with --context {fitting}. " if fitting else ""
 
 
 def seats_too_large(topology: Topology, memory: Sequence[SeatMemory]) -> str:

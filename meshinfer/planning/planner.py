@@ -34,6 +34,7 @@ from meshinfer.planning.cost import worth_moving
 from meshinfer.planning.groups import groups
 from meshinfer.planning.holders import Holder
 from meshinfer.planning.hops import hop_nanoseconds
+from meshinfer.planning.less_context import context_that_fits
 from meshinfer.planning.measured import link_rates, node_rates
 from meshinfer.planning.memory import PREFILL_CHUNK_TOKENS, seat_memory
 from meshinfer.planning.model_card import ModelCard
@@ -105,7 +106,8 @@ def plan(
         chosen = _fitting(problem)
     if not chosen:
         if len(problem.bounds) == 2:
-            why = explain.cannot_be_cut(topology, card, [seat for each in tight for seat in each.memory])
+            fitting = _context_that_fits(problem)
+            why = explain.cannot_be_cut(topology, card, [seat for each in tight for seat in each.memory], fitting)
         elif constraints.layers:
             why = explain.refusal("layers", explain.layers_cannot_be(topology, card, constraints))
         else:
@@ -485,8 +487,15 @@ def _mesh_too_small(problem: Problem) -> Refusal:
     cuts = balanced_cuts([room_of[node.node_id] for node in parties], problem.bounds, must_fit=False)
     assert cuts is not None, "there are at most as many nodes as blocks"
     _, memory = _seat(problem, parties, cuts)
-    text = explain.mesh_too_small(problem.topology, problem.card, problem.workload, memory, everyone)
+    fitting = _context_that_fits(problem)
+    text = explain.mesh_too_small(problem.topology, problem.card, problem.workload, memory, everyone, fitting)
     return explain.refusal("memory", text, [node.node_id for node in parties], memory)
+
+
+def _context_that_fits(problem: Problem) -> int:
+    # With less, also nodes have room for a part that have none for any now.
+    nodes = _by_room(problem.nodes)[:MAX_REFUSALS_PER_NODE]
+    return context_that_fits(problem.card, problem.workload, nodes, problem.prefill_chunk_tokens)
 
 
 def _seat(problem: Problem, nodes: Sequence[NodeCard], cuts: Sequence[int]) -> tuple[Placement, tuple[SeatMemory, ...]]:

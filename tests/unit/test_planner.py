@@ -1,6 +1,7 @@
 """The planner: what holds for every mesh and model, then the tales that a person would tell of it."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -327,6 +328,35 @@ def test_a_mesh_too_small_says_need_have_and_what_to_do():
     assert sum(seat.need_bytes for seat in refusal.memory) > 928 * MIB
     assert all(seat.shortfall_bytes > 0 for seat in refusal.memory)
     assert [each.nodes for each in preview.refusals[1:3]] == [("alpha",), ("beta",)]
+
+
+@given(topologies(), models(), workloads)
+def test_a_context_that_a_refusal_names_does_fit(topology, card, workload):
+    roomy = replace(workload, context_tokens=min(4 * workload.context_tokens + 1024, card.max_context_tokens or 2**20))
+    refusal = next(iter(plan(topology, card, roomy, ANYTHING).refusals), None)
+    named = re.search(r"It would fit with --context (\d+)\.", refusal.explanation) if refusal else None
+    event(f"a context is named: {bool(named)}")
+    if named:
+        assert int(named[1]) < roomy.context_tokens
+        assert plan(topology, card, replace(roomy, context_tokens=int(named[1])), ANYTHING).plans
+
+
+def test_the_longest_context_that_fits_is_named_and_none_where_none_fits():
+    card = model_card([10 * MIB] * 8, kv_elements_per_token=1024)  # 2 KiB a token and layer
+    small = Workload(context_tokens=4096, concurrency=4)
+    told = plan(mesh(node_card("ada", 100 * MIB), node_card("bea", 100 * MIB)), card, small, ANYTHING).refusals[0]
+    named = int(re.search(r"It would fit with --context (\d+)\.", told.explanation)[1])
+    more = replace(small, context_tokens=named + 256)
+    assert not plan(mesh(node_card("ada", 100 * MIB), node_card("bea", 100 * MIB)), card, more, ANYTHING).plans
+    # Also where no node has room for a single layer, as long as the whole context is reserved.
+    thin = mesh(*(node_card(name, 40 * MIB) for name in ("ada", "bea", "cam")))
+    assert (
+        "It would fit with --context"
+        in plan(thin, replace(card, layers=card.layers[:3], cut_points=(1, 2)), small, ANYTHING).refusals[0].explanation
+    )
+    tiny = plan(mesh(node_card("ada", 30 * MIB), node_card("bea", 30 * MIB)), card, small, ANYTHING).refusals[0]
+    assert "--context or --concurrency" in tiny.explanation
+    assert "It would fit" not in tiny.explanation
 
 
 def test_a_mesh_large_enough_in_sum_says_that_no_cut_fits():
