@@ -256,10 +256,6 @@ class Membership:
         """0: this node trusts its own clock and links. Each unit stretches its timeouts by half."""
         return self._doubt.units(now)
 
-    def woke_at(self) -> float:
-        """When this node came to after so long a standstill that others may have held it dead; -inf if not of late."""
-        return self._doubt.woke_at(self._timing.dead_min_seconds)
-
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; timers that are due by `now` count first."""
         if isinstance(event, Late):

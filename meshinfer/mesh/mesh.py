@@ -30,6 +30,7 @@ from trio import TaskStatus
 
 from meshinfer.base.beats import next_beat, sleep_to_beat
 from meshinfer.base.ids import InstanceId, NodeId
+from meshinfer.base.suspension import suspended_seconds
 from meshinfer.config import PROBE_BYTES_PER_HOUR
 from meshinfer.mesh.address_book import AddressBook
 from meshinfer.mesh.announcement import Heard, sign
@@ -67,6 +68,7 @@ from meshinfer.mesh.neighbours import Wanted, wanted
 from meshinfer.mesh.own_card import MAX_OUTBIDS, OwnCard
 from meshinfer.mesh.prober import Prober, ProberStatistics
 from meshinfer.mesh.view import MergeResult, View, ViewStatistics
+from meshinfer.mesh.waking import Waking
 from meshinfer.topology.card import NodeCard, SeatState
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.link import Link
@@ -188,6 +190,9 @@ class Mesh:
         self._indirect = IndirectProbes(transport, self._relays_for, self._tell, rng)
         self._ticked = math.inf
         """When this node's loop last showed that it runs; infinite before it does."""
+        self._suspended_seconds = suspended_seconds()
+        """Of the machine, when `_ticked` was set last."""
+        self._waking = Waking()
         self._book = AddressBook(settings.home / "address-book.json")
         plan = DialPlan(self._own, transport.addresses, rng, settings.seeds)
         self._connector = Connector(
@@ -232,10 +237,10 @@ class Mesh:
         """Members that others reach and this node does not."""
         return self._membership.out_of_reach()
 
-    def woke_at(self) -> float:
-        """When this node came to after others may have held it dead: its lid was closed, say; -inf if not of late."""
+    def is_waking(self) -> bool:
+        """Whether this node has just come to, after others may have held it dead, and may not know yet what they did."""
         self._tell(TimePassed())  # whoever asks may run before the clock was looked at
-        return self._membership.woke_at()
+        return self._waking.is_on(trio.current_time())
 
     def blame(self, node: NodeId) -> None:
         """The data path has lost `node`: a channel to it broke, or a step came too late. It is looked at at once."""
@@ -437,12 +442,17 @@ class Mesh:
         before = self._membership.next_wakeup()
         now = trio.current_time()
         # Whatever comes first after a standstill: whose silence is whose is sorted out before any timer is looked at.
-        if (late := now - self._ticked - TICK_SECONDS) >= LATE_SECONDS:
+        suspended = suspended_seconds()  # trio's clock does not count that
+        late = max(0.0, now - self._ticked - TICK_SECONDS) + max(0.0, suspended - self._suspended_seconds)
+        if late >= LATE_SECONDS:
             level = logging.INFO if late >= LATE_TO_TELL_SECONDS else logging.DEBUG
             log.log(level, "this node stood still for %.1f s", late)
+            self._waking.stood_still(late, now, in_company=bool(self._membership.vouched()))
             self._perform(self._membership.handle(Late(late), now))
         if self._ticked < math.inf:
-            self._ticked = now
+            self._ticked, self._suspended_seconds = now, suspended
+        if isinstance(event, Connected | PingAnswered):
+            self._waking.heard(now)
         self._perform(self._membership.handle(event, now))
         if self._membership.next_wakeup() != before:
             self._membership_news.notify()

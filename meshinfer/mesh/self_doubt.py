@@ -41,10 +41,6 @@ class SelfDoubt:
         """Our loop, until now."""
         self._stops.append((now - seconds, now))
 
-    def woke_at(self, least_seconds: float) -> float:
-        """When our loop went on after its last standstill of at least so long; -inf if there was none of late."""
-        return max((end for begun, end in self._stops if end - begun >= least_seconds), default=-math.inf)
-
     def without_stops(self, seconds: float, now: float) -> float:
         """Of the last so many `seconds`, those in which our own loop ran."""
         since = now - seconds

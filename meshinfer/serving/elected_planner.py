@@ -56,9 +56,8 @@ at once take two; where it takes more, what this node sees is too old to plan wi
 LOAD_AHEAD_SECONDS = 15.0
 """How long the old epoch goes on for the sake of its clients while the seats of one that leaves are loaded elsewhere. What
 takes longer is loaded within the new epoch, with a pause."""
-WAKING_SECONDS = 1.5
-"""After a standstill in which others may have held this node dead: to lose the old connections, to be dialled anew, and to
-hear what has become of its instances. 0.5 s is too little on a busy machine."""
+LOOK_SECONDS = 0.1
+"""How often a node that has just come to looks whether it is back with the others."""
 EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 ANNOUNCE_SECONDS = 5.0
@@ -111,7 +110,7 @@ class ElectedPlanner:
             UnknownModel, BadInput, NoRoom: it cannot be, with the numbers.
             Refused: it was deleted before it was there.
         """
-        await trio.sleep(self._waking_seconds())
+        await self._back_with_the_others()
         async with self._alone_for(ask.model_id):
             existing = self._existing(ask)
             if existing is not None:
@@ -145,7 +144,7 @@ class ElectedPlanner:
             NoRoom: it cannot be, with the numbers.
             Refused: it was deleted meanwhile.
         """
-        await trio.sleep(self._waking_seconds())
+        await self._back_with_the_others()
         async with self._alone_for(instance.placement.model_id):
             on_their_way = self._on_their_way(self._ports.out_of_reach())
             if any(placed.instance_id == instance.instance_id for placed in on_their_way):
@@ -196,9 +195,10 @@ class ElectedPlanner:
             node for node in unconfirmed if node in holders
         )
 
-    def _waking_seconds(self) -> float:
-        """Until this node knows the others again; 0 unless it has just come to."""
-        return max(0.0, self._ports.woke_at() + WAKING_SECONDS - trio.current_time())
+    async def _back_with_the_others(self) -> None:
+        """At once, unless this node has just come to."""
+        while self._ports.is_waking():  # noqa: ASYNC110 - it ends with time, or when somebody is heard
+            await trio.sleep(LOOK_SECONDS)
 
     @asynccontextmanager
     async def _alone_for(self, model_id: ModelId) -> AsyncGenerator[None]:
@@ -263,7 +263,7 @@ class ElectedPlanner:
                     placed = Placed(instance_id, tried.epoch, candidate.placement, tuple(refusals[:64]))
                     self._remember(placed, begun_epoch)
                     return placed
-                if tried.unheard and self._waking_seconds():
+                if tried.unheard and self._ports.is_waking():
                     raise PeerLost(f"this node came to a moment ago: {tried.why}", do="try again in a moment")
                 failures.append(tried.why)
                 error = _GivenUp if tried.is_committed else error
@@ -420,7 +420,7 @@ class ElectedPlanner:
         del peer
         if self._ports.is_draining:  # whoever asks takes the next in order, as if this one were gone
             raise PeerLost(LEAVING, do="ask another node to plan")
-        if self._waking_seconds():
+        if self._ports.is_waking():
             raise PeerLost("this node came to a moment ago", do="ask another node to plan")
         return encode(await self.place(decode(Place, payload)))
 

@@ -57,8 +57,8 @@ class Ports:
     """Members that do not answer right now: still members, but nothing new is placed on them if it can be helped."""
     out_of_reach: Callable[[], frozenset[NodeId]]
     """Members that others reach and this node does not: a bridge between the two of us is down."""
-    woke_at: Callable[[], float]
-    """When this node came to after others may have held it dead (its lid was closed), on trio's clock; -inf if never."""
+    is_waking: Callable[[], bool]
+    """This node has just come to (its lid was opened) and may not know yet what the others did meanwhile."""
     blame: Callable[[NodeId], None]
     """A channel to it broke or a step on it is overdue: the mesh looks at it at once, instead of when its turn comes."""
     watch: Callable[[], Watch]

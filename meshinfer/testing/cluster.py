@@ -285,7 +285,7 @@ class Cluster:
             topology=mesh.topology,
             doubtful=mesh.doubtful,
             out_of_reach=mesh.out_of_reach,
-            woke_at=mesh.woke_at,
+            is_waking=mesh.is_waking,
             blame=mesh.blame,
             watch=mesh.changes,
             announce=announce,

@@ -58,7 +58,7 @@ async def test_candidates_over_links_that_are_only_estimated_have_them_measured(
         topology=lambda: topology,
         doubtful=frozenset,
         out_of_reach=frozenset,
-        woke_at=no,
+        is_waking=lambda: False,
         blame=no,
         watch=no,
         announce=no,

@@ -7,7 +7,9 @@ import math
 import trio
 from whole_agents import cluster_of_small_model, simulate
 
+from meshinfer.mesh import mesh as mesh_module
 from meshinfer.mesh.mesh import Mesh
+from meshinfer.mesh.waking import ALONE_SECONDS, WAKING_SECONDS
 from meshinfer.planning.workload import Constraints
 from meshinfer.serving.election import elect
 from meshinfer.testing.cluster import WORKLOAD, Cluster
@@ -20,7 +22,11 @@ SLEEPS_SECONDS = 4.0
 def test_a_node_that_has_just_come_to_leaves_its_instance_to_those_who_have_made_it_whole(monkeypatch) -> None:
     """Simulated nodes share one clock, so when it comes to is told to its mesh; that it hears nobody till then is played."""
     wakes: dict[str, float] = {}
-    monkeypatch.setattr(Mesh, "woke_at", lambda self: wakes.get(self._own, -math.inf))
+
+    def is_waking(mesh: Mesh) -> bool:
+        return trio.current_time() < wakes.get(mesh.node_id, -math.inf) + WAKING_SECONDS
+
+    monkeypatch.setattr(Mesh, "is_waking", is_waking)
 
     async def scenario(cluster: Cluster) -> None:
         model_id = cluster.model.model_id
@@ -43,5 +49,25 @@ def test_a_node_that_has_just_come_to_leaves_its_instance_to_those_who_have_made
         for node in cluster.nodes:
             assert [(i.state, i.epoch, i.placement) for i in node.instances()] == [("ready", 2, whole.placement)]
         assert {runner.node_id for runner in cluster.fabric.runners} == set(whole.placement.node_ids)
+
+    simulate(cluster_of_small_model(), scenario, 3)
+
+
+def test_a_machine_that_was_suspended_is_waking_until_it_has_heard_somebody(monkeypatch) -> None:
+    """The clock of all timers does not count that sleep."""
+    slept = 0.0
+    monkeypatch.setattr(mesh_module, "suspended_seconds", lambda: slept)
+
+    async def scenario(cluster: Cluster) -> None:
+        nonlocal slept
+        sleeper, *others = cluster.nodes
+        assert not sleeper.mesh.is_waking()
+        cluster.network.cut([sleeper.node_id], [node.node_id for node in others])
+        slept = 3600.0  # of the machine, so of each node: this one alone finds its network gone
+        assert sleeper.mesh.is_waking()
+        await trio.sleep(WAKING_SECONDS + 1.0)
+        assert (sleeper.mesh.is_waking(), others[0].mesh.is_waking()) == (True, False)
+        cluster.network.heal()
+        assert await cluster.until(lambda: not sleeper.mesh.is_waking()) < ALONE_SECONDS - WAKING_SECONDS - 1.0
 
     simulate(cluster_of_small_model(), scenario, 3)

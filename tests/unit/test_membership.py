@@ -347,14 +347,6 @@ def test_a_standstill_does_not_eat_the_grace_of_a_lost_connection() -> None:
     assert machine.state(A) == "alive"
 
 
-def test_a_node_knows_when_it_came_to_after_others_may_have_held_it_dead() -> None:
-    machine = connected(B)
-    assert machine.woke_at() == -math.inf
-    machine.handle(Late(10.0), 15.1)
-    machine.handle(Late(0.7), 16.5)  # nobody was held dead for that
-    assert machine.woke_at() == 15.1
-
-
 @pytest.mark.parametrize("doubt", [Late(0.3), SuspectedOurselves()])
 def test_awareness_degrades_and_improves(doubt: Event) -> None:
     machine = connected(B, C)
