@@ -51,6 +51,9 @@ PLACE_TIMEOUT_SECONDS = 10.0
 timeout. A planner that dies meanwhile is noticed as a lost peer, sooner."""
 PLACING_TRIES = 3
 """How often one request asks for its model to be placed before its last failure is the answer."""
+ASKS_AT_ONCE = 4
+"""Of one model, for the requests of this node: a planner answers the calls of a node sixteen at a time, and one that waits for
+silent nodes keeps those of other models waiting. The rest find it placed, as a rule, when their turn comes."""
 REPAIR_SECONDS = 10.0
 """Between two repairs of one instance that no request asked for: a node that comes and goes does not make it flap."""
 REPAIRS_AT_ONCE = 8
@@ -69,13 +72,6 @@ class Begun:
     """Of the weights that began it; others cannot go on with it."""
     least_tokens: int
     """Of context: where less is reserved, it would be refused as too long, though where it began it was not."""
-    reserved: Workload
-    """Where it was last. That sufficed: to ask for more might fit nowhere."""
-
-    def wants(self, workload: Workload) -> Workload:
-        """Of what its origin would reserve."""
-        context_tokens = max(self.least_tokens, min(workload.context_tokens, self.reserved.context_tokens))
-        return Workload(context_tokens, min(workload.concurrency, self.reserved.concurrency))
 
     def fits(self, instance: Instance) -> bool:
         return instance.placement.context_tokens >= self.least_tokens
@@ -90,6 +86,8 @@ class Placer:
         self._repairs = trio.CapacityLimiter(REPAIRS_AT_ONCE)
         self._repairing: set[InstanceId] = set()
         """One task each."""
+        self._asks: dict[ModelId, trio.CapacityLimiter] = {}
+        """See `_placed`; of models that somebody asks for."""
 
     async def run(self) -> None:
         """Repair what broke, also when nobody asks for it: the planner that is elected for the model sees to it."""
@@ -194,21 +192,26 @@ class Placer:
         failure: MeshinferError = PeerLost(f"{model_id} could not be placed: what was placed does not show")
         watch = self._ports.watch()
         if begun is not None:
-            workload = begun.wants(workload)
+            workload = replace(workload, context_tokens=max(workload.context_tokens, begun.least_tokens))
         for _ in range(PLACING_TRIES):
             instance = self._instance_of(model_id, tokens, begun)
             if instance is None or not self._ports.is_usable(instance, avoid):
                 waiting(Waiting("planning", 0.0))
+                # Of one that is repaired, the others on it need no more sessions at once than it was placed for.
+                most = instance.placement.concurrency if instance else workload.concurrency
+                wanted = replace(workload, concurrency=min(workload.concurrency, most))
+                out_of_reach = tuple(sorted(avoid))[:256]
+                ask = Place(model_id, wanted, Constraints(), None, out_of_reach)
+
+                def usable() -> Instance | None:
+                    found = self._instance_of(model_id, tokens, begun)
+                    return found if found is not None and self._ports.is_usable(found, avoid) else None
+
                 try:
-                    out_of_reach = tuple(sorted(avoid))[:256]
-                    # Of one that is repaired, the others on it need no more sessions at once than it was placed for.
-                    most = instance.placement.concurrency if instance else workload.concurrency
-                    wanted = replace(workload, concurrency=min(workload.concurrency, most))
-                    placed = await self.place(Place(model_id, wanted, Constraints(), None, out_of_reach))
+                    instance = await self._placed(ask, usable)
                 except Refused as error:  # deleted while it was being placed, and still wanted here
                     failure = error
                     continue
-                instance = await self.appears(placed)
                 if instance is not None and begun is not None and not begun.fits(instance):
                     continue  # another origin has placed it anew meanwhile, with less
                 if instance is not None and instance.state == "broken":
@@ -224,6 +227,16 @@ class Placer:
             if instance is not None and instance.state == "ready":
                 return instance
         raise failure
+
+    async def _placed(self, ask: Place, usable: Callable[[], Instance | None]) -> Instance | None:
+        """What was asked for once it shows here; what is `usable` if another request has seen to that meanwhile."""
+        asks = self._asks.setdefault(ask.model_id, trio.CapacityLimiter(ASKS_AT_ONCE))
+        try:
+            async with asks:
+                return usable() or await self.appears(await self.place(ask))
+        finally:
+            if not asks.borrowed_tokens and not asks.statistics().tasks_waiting:
+                self._asks.pop(ask.model_id, None)
 
     async def place(self, ask: Place) -> Placed:
         """Have the elected planner place it; the next in order where one does not answer."""
