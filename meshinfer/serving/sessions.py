@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import trio
@@ -95,7 +95,7 @@ class TokenLog:
             raise GenerationFailed(
                 f"the answer's {len(self.emitted)} tokens were written by version {self.model_digest[:12]} of the model, "
                 f"and what could go on is version {model_digest[:12]}",
-                do="ask again; `meshinfer rm` one of the two versions, so that all nodes have the same",
+                do="ask again; `meshinfer models rm` one of the two versions, so that all nodes have the same",
             )
         self.model_digest = model_digest
         self.reserved = Workload(placement.context_tokens, placement.concurrency)
@@ -240,9 +240,12 @@ class Sessions:
         watch = self._ports.watch()
         while True:
             emitted = len(token_log.emitted)
+            is_found = False
             makes_do = trio.current_time() >= no_room_since + LESS_ROOM_SECONDS
             try:
-                return await self._attempt(request, token_log, events, avoid, resumed=resumed, makes_do=makes_do)
+                instance = await self._find(request, token_log, events, avoid, resumed=resumed, makes_do=makes_do)
+                is_found = True
+                return await self._run_on(instance, request, token_log, events, resumed=resumed)
             except (NoRoom, UnknownModel) as error:  # the only node with the files may be the one that was lost
                 now = trio.current_time()
                 no_room_since = min(no_room_since, now)
@@ -268,7 +271,9 @@ class Sessions:
                 # Anything else is the request's own, and would come again.
                 resumed, refusals = True, 0
                 if len(token_log.emitted) > emitted:
-                    failures, no_room_since = 0, math.inf
+                    failures = 0
+                if is_found:  # there was room for it: another fault, also before the next token, has time of its own
+                    no_room, no_room_since = "", math.inf
                 failing_since = failing_since if failures else trio.current_time()
                 failures += 1
                 avoid = self._ports.out_of_reach()
@@ -280,7 +285,7 @@ class Sessions:
                 events.send_nowait(Waiting("repairing", 0.0))
                 await trio.sleep(RETRY_SECONDS * min(failures, MAX_FAILURES))
 
-    async def _attempt(
+    async def _find(
         self,
         request: GenerateRequest,
         token_log: TokenLog,
@@ -289,11 +294,11 @@ class Sessions:
         *,
         resumed: bool,
         makes_do: bool,
-    ) -> None:
-        """Get an instance and run what is left of the request on it; if it `makes_do`, with no more context than it needs.
+    ) -> Instance:
+        """Where the request can go on.
 
-        Raises:
-            PeerLost: the instance broke; what came until then is in the log.
+        What others of its instance may need is asked for first; if that fits nowhere, what sufficed where it was; and if it
+        `makes_do`, no more than it needs itself.
         """
 
         def waiting(sign: Waiting) -> None:
@@ -301,20 +306,34 @@ class Sessions:
             is_repair = resumed and sign.phase == "planning"
             events.send_nowait(Waiting("repairing", sign.done) if is_repair else sign)
 
+        tokens, wanted = _tokens_of(request, token_log)
+        usual, was = request.workload, token_log.reserved
+        begun = Begun(token_log.model_digest, wanted) if token_log.model_digest else None
+        wishes = [usual]
+        if was is not None:
+            sufficed = min(usual.context_tokens, was.context_tokens), min(usual.concurrency, was.concurrency)
+            wishes.append(Workload(*sufficed))
+        if makes_do:
+            wishes.append(Workload(max(request.least_context_tokens or usual.context_tokens, wanted), 1))
+        failure = NoRoom("")
+        for wish in dict.fromkeys(wishes):
+            needs = tokens if wish == usual else wanted
+            try:
+                return await self._placer.ready_instance(request.model_id, wish, waiting, avoid, needs, begun)
+            except NoRoom as error:
+                failure = error
+        raise failure
+
+    async def _run_on(
+        self, instance: Instance, request: GenerateRequest, token_log: TokenLog, events: EventStream, *, resumed: bool
+    ) -> None:
+        """Run what is left of the request there.
+
+        Raises:
+            PeerLost: the instance broke; what came until then is in the log.
+        """
         emitted = len(token_log.emitted)
-        tokens = len(request.prompt_ids) + request.max_new_tokens
-        wanted = len(request.prompt_ids) + emitted + 1 if request.is_open_ended else tokens
-        least = replace(request.workload, context_tokens=max(request.least_context_tokens, wanted))
-        find = self._placer.ready_instance
-        begun = Begun(token_log.model_digest, wanted, token_log.reserved) if token_log.reserved else None
-        try:
-            instance = await find(request.model_id, request.workload, waiting, avoid, tokens, begun)
-        except NoRoom:
-            # What somebody reserved for long conversations may need a node more than this answer does.
-            can_shrink = request.least_context_tokens > 0 and least.context_tokens < request.workload.context_tokens
-            if not (makes_do and can_shrink):
-                raise
-            instance = await find(request.model_id, least, waiting, avoid, wanted, begun)
+        tokens, wanted = _tokens_of(request, token_log)
         tokens = max(wanted, min(tokens, instance.placement.context_tokens))
         _check_context(request, tokens, instance)
         token_log.goes_on_with(instance.placement)
@@ -405,6 +424,12 @@ class Sessions:
 async def _touch(event: trio.Event) -> None:
     await trio.lowlevel.checkpoint()
     event.set()
+
+
+def _tokens_of(request: GenerateRequest, token_log: TokenLog) -> tuple[int, int]:
+    """(of context that prompt and whole answer take, that it needs at least to go on)."""
+    tokens = len(request.prompt_ids) + request.max_new_tokens
+    return tokens, len(request.prompt_ids) + len(token_log.emitted) + 1 if request.is_open_ended else tokens
 
 
 def _check_context(request: GenerateRequest, tokens: int, instance: Instance) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
+import pytest
+import trio
 from whole_agents import SMALL_MODEL, cluster_of_small_model, place, simulate
 
 from meshinfer.base.ids import NodeId
-from meshinfer.planning.workload import Workload
+from meshinfer.base.units import MIB
+from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.placing import Begun, Placer
+from meshinfer.serving.sessions import LESS_ROOM_SECONDS, NO_ROOM_SECONDS
+from meshinfer.testing.cards import model_card
+from meshinfer.testing.chaos_room import SPEED
 from meshinfer.testing.cluster import Cluster
 from meshinfer.testing.exact_answers import exact_answer
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.placement import Placement
+from meshinfer.wire.messages import Place
 
 
 def test_an_answer_goes_on_where_there_is_context_for_it_or_is_placed_anew() -> None:
@@ -62,7 +71,7 @@ def test_an_answer_goes_on_with_the_weights_that_it_began_with_where_some_are() 
 
         async def nodes_for(digest: str) -> tuple[NodeId, ...]:
             found = await placer.ready_instance(
-                SMALL_MODEL.model_id, workload, lambda _: None, tokens=60, begun=Begun(digest, 60, workload)
+                SMALL_MODEL.model_id, workload, lambda _: None, tokens=60, begun=Begun(digest, 60)
             )
             return found.placement.node_ids
 
@@ -72,16 +81,65 @@ def test_an_answer_goes_on_with_the_weights_that_it_began_with_where_some_are() 
     simulate(cluster_of_small_model(), scenario, 3)
 
 
-def test_an_answer_that_goes_on_asks_for_no_more_than_sufficed_where_it_began() -> None:
-    """An operator placed it for one session; its origin would reserve four, which may fit nowhere."""
+HEAVY = model_card(layer_bytes=(8 * MIB,) * 8, kv_elements_per_token=2048)
+"""Two nodes hold it for one session of 256 tokens, three for four."""
+
+
+@pytest.mark.parametrize(("concurrency", "at_most_seconds"), [(1, LESS_ROOM_SECONDS), (4, NO_ROOM_SECONDS)])
+def test_an_answer_goes_on_for_as_many_sessions_at_once_as_there_is_room_for(
+    concurrency: int, at_most_seconds: float
+) -> None:
+    """Its origin would reserve four. Where one sufficed, one is asked for soon; where four were there, they may come back."""
 
     async def scenario(cluster: Cluster) -> None:
-        begun = Begun(SMALL_MODEL.digest, 60, Workload(64, 1))
-        placer = cluster.nodes[0].serving.placer
-        found = await placer.ready_instance(SMALL_MODEL.model_id, Workload(128, 4), lambda _: None, begun=begun)
-        assert (found.placement.context_tokens, found.placement.concurrency) == (64, 1)
+        first = cluster.nodes[0]
+        await first.serving.placer.place(Place(HEAVY.model_id, Workload(256, concurrency), Constraints()))
+        await cluster.until(lambda: [i.state for i in first.instances()] == ["ready"])
+        seats = first.instances()[0].placement.node_ids
+        origin = next(node for node in cluster.nodes if node.node_id not in seats)
+        holders = [node for node in cluster.nodes if node.node_id in seats]
+        times: list[float] = []
 
-    simulate(cluster_of_small_model(), scenario, 2)
+        def on_token(index: int) -> None:
+            times.append(trio.current_time())
+            if index == 5:
+                for node in holders[:2]:
+                    cluster.kill(node)
+
+        request = cluster.request((9, 8), tokens=40, workload=Workload(256, 4))
+        assert await cluster.ask(origin, request, on_token) == exact_answer((9, 8), 7, 40)
+        assert [i.placement.concurrency for i in origin.instances()] == [1]
+        assert max(late - early for early, late in pairwise(times)) < at_most_seconds
+
+    simulate(Cluster(random.Random(1), model=HEAVY, speed=SPEED), scenario, 4)
+
+
+def test_a_second_fault_before_the_next_token_has_time_of_its_own() -> None:
+    """There was room again, and the prompt was read once more, when the node that made it was lost as well."""
+
+    async def scenario(cluster: Cluster) -> None:
+        origin, other = cluster.nodes
+
+        async def come_and_go() -> None:
+            back = other
+            for _ in range(2):
+                cluster.kill(back)
+                await trio.sleep(5.0)
+                back = await cluster.restart(back)
+                await cluster.until(lambda: [i.state for i in origin.instances()] == ["ready"])
+                await trio.sleep(0.2)
+
+        async with trio.open_nursery() as nursery:
+
+            def on_token(index: int) -> None:
+                if index == 5:
+                    nursery.start_soon(come_and_go)
+
+            request = cluster.request(tuple(range(150)), tokens=20)
+            assert await cluster.ask(origin, request, on_token) == exact_answer(tuple(range(150)), 7, 20)
+
+    slow = replace(SPEED, prefill_seconds_per_token=0.02)
+    simulate(Cluster(random.Random(1), speed=slow), scenario, 2)
 
 
 def test_who_finds_an_instance_broken_asks_for_no_more_sessions_at_once_than_it_was_placed_for() -> None:
