@@ -38,6 +38,8 @@ class RunnerEntry:
     pid: int
     instance_id: InstanceId
     epoch: int
+    placement_id: str
+    """Empty until its node's card shows that seat."""
     seat_index: int
     resident_bytes: int
     """As the kernel counts it."""

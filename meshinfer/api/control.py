@@ -220,7 +220,7 @@ def instance_to_json(instance: Instance) -> dict[str, Any]:
         "model_id": instance.placement.model_id,
         "epoch": instance.epoch,
         # Where two sides of a partition met: others of its placements go on with the answers that they have.
-        "outlived_epochs": sorted({epoch for epoch, _ in instance.outlived}),
+        "outlived": [{"epoch": epoch, "placement_id": key} for epoch, key in sorted(instance.outlived)],
         "state": instance.state,
         "progress": instance.progress,
         "error": instance.error,

@@ -54,11 +54,14 @@ class ServingBackend:
     def runners(self) -> tuple[RunnerEntry, ...]:
         seats = self._serving.seats
         beats = seats.heartbeats()
+        shown = self._ports.own_card().seats
+        placements = {(seat.instance_id, seat.epoch, seat.seat_index): seat.placement_id for seat in shown}
         return tuple(
             RunnerEntry(
                 pid=pid,
                 instance_id=key.instance_id,
                 epoch=key.epoch,
+                placement_id=placements.get((key.instance_id, key.epoch, key.seat_index), ""),
                 seat_index=key.seat_index,
                 resident_bytes=beats[key].resident_bytes if key in beats else 0,
                 active_bytes=beats[key].active_bytes if key in beats else 0,

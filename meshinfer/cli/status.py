@@ -137,9 +137,8 @@ def layers_of(instance: Any, nodes: dict[str, Any]) -> RenderableType:
     rows: list[RenderableType] = [heading]
     if instance["error"]:
         rows.append(Text(printable(f"  {instance['error']}"), style="red"))
-    if outlived := instance.get("outlived_epochs"):
-        epochs = ", ".join(str(epoch) for epoch in outlived)
-        ends = f"  epoch {epochs} brings the answers to an end that it had when two sides of a split met"
+    for other in instance.get("outlived", ()):
+        ends = f"  another placement (epoch {other['epoch']}) brings the answers to an end that it had when two sides of a split met"
         rows.append(Text(ends, style="dim"))
     table = Table(box=None, pad_edge=False, show_header=False)
     last = len(instance["seats"]) - 1

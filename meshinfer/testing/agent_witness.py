@@ -111,7 +111,9 @@ class Witness:
                 self._first[pid] = runner["recomputed_tokens"]
             self._last[pid] = max(self._last.get(pid, 0), runner["recomputed_tokens"])
             instance = newest.get(runner["instance_id"])
-            if instance and epoch < instance["epoch"] and epoch not in instance["outlived_epochs"]:
+            if instance is None or epoch >= instance["epoch"]:
+                continue
+            if {"epoch": epoch, "placement_id": runner["placement_id"]} not in instance["outlived"]:
                 looks, before = self._stale.get((pid, epoch), (0, steps))
                 # Until its next reports, what it did before the news is still coming in.
                 if looks >= NEWS_LOOKS and steps > before:

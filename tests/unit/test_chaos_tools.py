@@ -33,17 +33,19 @@ def witness(tmp_path: Path) -> Witness:
 
 
 def state(
-    *, held: int, ran: int, steps: int, recomputed: int = 0, pid: int = 7, outlived: Sequence[int] = ()
+    *, held: int, ran: int, steps: int, recomputed: int = 0, pid: int = 7, outlived: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Of an agent that holds epoch `held`, and whose runner works in epoch `ran`."""
-    runner = {"pid": pid, "instance_id": "i", "epoch": ran, "steps": steps, "recomputed_tokens": recomputed}
-    instance = {"instance_id": "i", "epoch": held, "outlived_epochs": list(outlived)}
+    runner = {
+        "pid": pid, "instance_id": "i", "epoch": ran, "placement_id": "a", "steps": steps, "recomputed_tokens": recomputed
+    }  # fmt: skip
+    instance = {"instance_id": "i", "epoch": held, "outlived": [{"epoch": 1, "placement_id": key} for key in outlived]}
     return {"instances": [instance], "runners": [runner]}
 
 
 def test_steps_of_a_stale_epoch_are_a_broken_promise(witness: Witness) -> None:
     for look in range(NEWS_LOOKS + 1):
-        witness.look("a", state(held=2, ran=1, steps=10 + look))
+        witness.look("a", state(held=2, ran=1, steps=10 + look, outlived=["b"]))
     assert [violation[:2] for violation in witness.violations] == ["6:"]
 
 
@@ -51,7 +53,7 @@ def test_steps_of_the_present_epoch_and_late_reports_of_the_last_are_none(witnes
     for look in range(9):
         witness.look("a", state(held=2, ran=2, steps=look))
         witness.look("b", state(held=2, ran=1, steps=10 + min(look, NEWS_LOOKS - 1), pid=8))
-        witness.look("c", state(held=2, ran=1, steps=look, pid=9, outlived=[1]))
+        witness.look("c", state(held=2, ran=1, steps=look, pid=9, outlived=["b", "a"]))
     assert witness.violations == set()
 
 

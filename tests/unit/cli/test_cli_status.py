@@ -73,7 +73,8 @@ def test_every_layer_is_shown_where_it_lies():
 def test_answers_that_another_epoch_brings_to_an_end_are_shown():
     whole = instance("ready", seat("idA", 0, 6))
 
-    assert "epoch 3 brings the answers to an end" in shown(mesh(MESH, [{**whole, "outlived_epochs": [3]}]))
+    outlived = [{"epoch": 3, "placement_id": "a"}]
+    assert "another placement (epoch 3) brings the answers" in shown(mesh(MESH, [{**whole, "outlived": outlived}]))
     assert "to an end" not in shown(mesh(MESH, [whole]))
 
 
