@@ -18,7 +18,8 @@ The promises, numbered as in the reports:
    after an error; so no token is lost, doubled or changed, and the answer's id never changes;
 3. success wherever the model still fits on who is left, and again once it does where it did not;
 4. five seconds after the last request, sessions, tasks, links and files are as before it, and after FREED_SECONDS
-   nobody computes for an origin that has vanished;
+   nobody computes for an origin that has vanished; what stages keep of answers that broke off, in case they are opened
+   again, is gone after the 20 s of `engine.keeping`;
 5. all live nodes see each other, and the same instances in the same epochs;
 6. no stage ran a step of an epoch that its node no longer holds;
 7. what runners hold never exceeded what their node offers.
