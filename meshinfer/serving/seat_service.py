@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -229,6 +230,13 @@ class SeatService:
     def runner_pids(self) -> dict[SeatKey, int]:
         """Process ids of the runners, for operators (and for those who test by killing them)."""
         return {key: held.runner.pid for key, held in self._held.items()}
+
+    async def drain(self, instance_ids: Collection[InstanceId], seconds: float) -> None:
+        """Wait for the answers that go through seats of these instances here, whoever asked for them; at most so long."""
+        with trio.move_on_after(seconds):
+            # No event: runners say how many they have as often as this is looked at, whether or not it has changed.
+            while any(each.sessions for each in self._ledger.reports() if each.instance_id in instance_ids):  # noqa: ASYNC110
+                await trio.sleep(LOOK_SECONDS)
 
     async def release_all(self, reason: str) -> None:
         """Free everything, since this node leaves."""

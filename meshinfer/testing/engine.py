@@ -398,7 +398,7 @@ class FakeRunner:
                 counts = (
                     self._steps,
                     busy,
-                    self._places.taken,
+                    self._places.taken or len(self.held),  # only a head has places
                     self._places.waiting,
                     1000,
                     cached,

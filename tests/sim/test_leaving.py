@@ -120,6 +120,35 @@ async def test_an_answer_that_its_hand_over_held_up_has_time_to_end_after_it(aut
         assert answer == exact_answer((5,), 7, TOKENS)
 
 
+@pytest.mark.parametrize("seat", [0, 1, 2])
+async def test_where_nobody_can_take_its_seat_the_answers_through_it_end_first(
+    seat: int, autojump_clock: Clock
+) -> None:
+    async with three_of(3) as cluster:
+        placed = await place_on(cluster, cluster.nodes[0], cluster.nodes)
+        leaver = next(node for node in cluster.nodes if node.node_id == placed.placement.node_ids[seat])
+        origin = next(node for node in cluster.nodes if node is not leaver)
+        begun = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leave_for_good, cluster, leaver, begun, 0.0)
+            answer = await cluster.ask(origin, cluster.request((5,), TOKENS), lambda _: begun.set())
+        assert answer == exact_answer((5,), 7, TOKENS)
+
+
+async def test_for_an_answer_that_goes_on_and_on_a_node_whose_seat_nobody_can_take_does_not_stay(
+    autojump_clock: Clock,
+) -> None:
+    async with three_of(3, replace(SPEED, step_seconds=0.1)) as cluster:
+        origin, leaver, _ = cluster.nodes
+        await place_on(cluster, origin, cluster.nodes)
+        begun = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leave_for_good, cluster, leaver, begun, 0.0)
+            with pytest.raises(NoRoom):  # at another node it would go on
+                await cluster.ask(origin, cluster.request((5,), TOKENS), lambda _: begun.set())
+        assert cluster.live() == [node for node in cluster.nodes if node is not leaver]
+
+
 async def test_why_nobody_takes_its_seats_is_told_with_the_numbers(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
