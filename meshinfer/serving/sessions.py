@@ -48,7 +48,7 @@ EVENT_BUFFER = 16
 """Between a session and its HTTP response: enough for a burst; beyond it the session's own queue holds the rest."""
 DRAIN_SECONDS = 15.0
 """How long a node that leaves waits for its own clients' answers once its seats are others', since until then they may
-have stood still. With the 20 s for that it is within the agent's 45 s. Raising it keeps the person waiting."""
+have stood still; and for others' answers through seats that nobody could take. With the 20 s for that it is within the agent's 45 s. Raising it keeps the person waiting."""
 _ELSEWHERE = "ask again at another node"
 SILENCE_SECONDS = 1.0
 """Without a token, while a node of the instance does not answer pings either: then it is not slow but gone."""
