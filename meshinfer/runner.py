@@ -32,6 +32,7 @@ import msgspec
 
 from meshinfer.base.errors import BadInput, MeshinferError, ProtocolError
 from meshinfer.base.ids import parse_model_id
+from meshinfer.base.threads import end_with_a_starved_thread
 from meshinfer.engine.platform import Platform, prepare_process
 from meshinfer.pipeline.agent_link import AgentLink
 from meshinfer.pipeline.doors import Doors
@@ -78,6 +79,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
     match given.command:
         case "seat":
+            end_with_a_starved_thread()
             be_seat(socket.socket(fileno=given.fd))
         case "describe":
             _job(lambda: _describe(given.directory, given.model_id))
