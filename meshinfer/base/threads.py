@@ -1,7 +1,7 @@
 """A process does not live on without one of its threads.
 
-A thread that reads or writes a channel, and is refused memory, ends; its channel stays open, and everybody waits for what it will never
-bring. Python only prints the exception. So the whole process ends, which its agent knows at once.
+A thread that reads or writes a channel, and is refused memory, ends; its channel stays open, and everybody waits for
+what it will never bring. Python only prints the exception. So the whole process ends, which its agent knows at once.
 """
 
 from __future__ import annotations

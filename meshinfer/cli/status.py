@@ -138,8 +138,8 @@ def layers_of(instance: Any, nodes: dict[str, Any]) -> RenderableType:
     if instance["error"]:
         rows.append(Text(printable(f"  {instance['error']}"), style="red"))
     for other in instance.get("outlived", ()):
-        ends = f"  another placement (epoch {other['epoch']}) brings the answers to an end that it had when two sides of a split met"
-        rows.append(Text(ends, style="dim"))
+        answers = "brings the answers to an end that it had when two sides of a split met"
+        rows.append(Text(f"  another placement (epoch {other['epoch']}) {answers}", style="dim"))
     table = Table(box=None, pad_edge=False, show_header=False)
     last = len(instance["seats"]) - 1
     for index, seat in enumerate(instance["seats"]):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 
-HELD_DEAD_SECONDS = 1.5
-"""Who stood still for less was held dead by nobody (`membership.Timing.dead_min_seconds`)."""
+from meshinfer.mesh.membership import Timing
+
+HELD_DEAD_SECONDS = Timing().dead_min_seconds
+"""Who stood still for less was held dead by nobody."""
 WAKING_SECONDS = 1.5
 """At least: 0.5 s is too little on a busy machine to hear of the instances that others have placed anew."""
 ALONE_SECONDS = 10.0

@@ -27,6 +27,7 @@ import trio
 
 from meshinfer.base.errors import NoRoom, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
+from meshinfer.base.looking import until
 from meshinfer.planning.plan import Plan, Preview
 from meshinfer.planning.repair import repairs
 from meshinfer.planning.workload import Constraints, Workload
@@ -213,8 +214,7 @@ class ElectedPlanner:
 
     async def _back_with_the_others(self) -> None:
         """At once, unless this node has just come to."""
-        while self._ports.is_waking():  # noqa: ASYNC110 - it ends with time, or when somebody is heard
-            await trio.sleep(LOOK_SECONDS)
+        await until(lambda: not self._ports.is_waking(), LOOK_SECONDS)  # it ends with time, or when somebody is heard
 
     @asynccontextmanager
     async def _alone_for(self, model_id: ModelId) -> AsyncGenerator[None]:
@@ -260,7 +260,6 @@ class ElectedPlanner:
         silent: frozenset[NodeId] = frozenset()
         failures: list[str] = []
         error: type[NoRoom] = NoRoom
-        is_outrun = False
         for _ in range(PLANNINGS):
             plans, refusals = candidates(silent)
             if not plans:
@@ -289,12 +288,11 @@ class ElectedPlanner:
                     silent |= tried.unheard
                     break
             else:
-                is_outrun = error is NoRoom
+                error = _Outrun if error is NoRoom else error
                 break
         for why in failures:
             log.debug("instance %s: a candidate could not be leased: %s", instance_id, why)
         more = f" (and {len(failures) - 1} other candidates, for reasons of their own)" if failures[1:] else ""
-        error = _Outrun if is_outrun else error
         raise error(f"no candidate could be leased: {failures[0][:500]}{more}", do="try again in a moment")
 
     async def _load_ahead(self, old: Instance, epoch: int, candidate: Plan, begun_epoch: int) -> Tried:

@@ -193,20 +193,21 @@ class Placer:
         watch = self._ports.watch()
         if begun is not None:
             workload = replace(workload, context_tokens=max(workload.context_tokens, begun.least_tokens))
+
+        def usable() -> Instance | None:
+            found = self._instance_of(model_id, tokens, begun)
+            return found if found is not None and self._ports.is_usable(found, avoid) else None
+
         for _ in range(PLACING_TRIES):
-            instance = self._instance_of(model_id, tokens, begun)
-            if instance is None or not self._ports.is_usable(instance, avoid):
+            instance = usable()
+            if instance is None:
                 waiting(Waiting("planning", 0.0))
                 # Of one that is repaired, the others on it need no more sessions at once than it was placed for.
-                most = instance.placement.concurrency if instance else workload.concurrency
+                broken = self._instance_of(model_id, tokens, begun)
+                most = broken.placement.concurrency if broken else workload.concurrency
                 wanted = replace(workload, concurrency=min(workload.concurrency, most))
                 out_of_reach = tuple(sorted(avoid))[:256]
                 ask = Place(model_id, wanted, Constraints(), None, out_of_reach)
-
-                def usable() -> Instance | None:
-                    found = self._instance_of(model_id, tokens, begun)
-                    return found if found is not None and self._ports.is_usable(found, avoid) else None
-
                 try:
                     instance = await self._placed(ask, usable)
                 except Refused as error:  # deleted while it was being placed, and still wanted here

@@ -13,6 +13,7 @@ import trio
 
 from meshinfer.base.errors import MeshinferError, PeerLost
 from meshinfer.base.ids import NodeId
+from meshinfer.base.looking import until
 from meshinfer.serving.ports import Ports
 
 LOOK_SECONDS = 0.1
@@ -46,6 +47,5 @@ async def while_within_reach(ports: Ports, node: NodeId, ask: Callable[[], Await
 
 
 async def _until_silent(ports: Ports, node: NodeId, asking: trio.CancelScope) -> None:
-    while node in within_reach(ports):  # noqa: ASYNC110 - silence is no event
-        await trio.sleep(LOOK_SECONDS)
+    await until(lambda: node not in within_reach(ports), LOOK_SECONDS)
     asking.cancel()

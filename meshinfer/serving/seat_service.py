@@ -21,6 +21,7 @@ import trio
 from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.errors import BadInput, MeshinferError, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, NodeId
+from meshinfer.base.looking import until
 from meshinfer.planning.planner import seat_memory
 from meshinfer.serving.epochs import DeletedMeanwhile, StaleEpoch
 from meshinfer.serving.give_way import GiveWay
@@ -233,10 +234,13 @@ class SeatService:
 
     async def drain(self, instance_ids: Collection[InstanceId], seconds: float) -> None:
         """Wait for the answers that go through seats of these instances here, whoever asked for them; at most so long."""
+
+        def is_idle() -> bool:
+            return not any(each.sessions for each in self._ledger.reports() if each.instance_id in instance_ids)
+
         with trio.move_on_after(seconds):
             # No event: runners say how many they have as often as this is looked at, whether or not it has changed.
-            while any(each.sessions for each in self._ledger.reports() if each.instance_id in instance_ids):  # noqa: ASYNC110
-                await trio.sleep(LOOK_SECONDS)
+            await until(is_idle, LOOK_SECONDS)
 
     async def release_all(self, reason: str) -> None:
         """Free everything, since this node leaves."""

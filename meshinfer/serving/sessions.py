@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +32,7 @@ from meshinfer.base.errors import (
     UnknownModel,
 )
 from meshinfer.base.ids import NodeId, SessionId
+from meshinfer.base.looking import until
 from meshinfer.planning.workload import Workload
 from meshinfer.serving.events import EventStream
 from meshinfer.serving.origin_links import Heard, OriginLink, OriginLinks
@@ -48,7 +49,8 @@ EVENT_BUFFER = 16
 """Between a session and its HTTP response: enough for a burst; beyond it the session's own queue holds the rest."""
 DRAIN_SECONDS = 15.0
 """How long a node that leaves waits for its own clients' answers once its seats are others', since until then they may
-have stood still; and for others' answers through seats that nobody could take. With the 20 s for that it is within the agent's 45 s. Raising it keeps the person waiting."""
+have stood still; and for others' answers through seats that nobody could take. With the 20 s for that it is within the
+agent's 45 s. Raising it keeps the person waiting."""
 _ELSEWHERE = "ask again at another node"
 SILENCE_SECONDS = 1.0
 """Without a token, while a node of the instance does not answer pings either: then it is not slow but gone."""
@@ -162,8 +164,7 @@ class Sessions:
 
     async def _until_none_runs(self, seconds: float) -> None:
         with trio.move_on_after(seconds):
-            while self._running:  # noqa: ASYNC110 - each ends in its own place; a tenth of a second is soon enough
-                await trio.sleep(0.1)
+            await until(lambda: not self._running, 0.1)  # each ends in its own place; a tenth is soon enough
 
     @property
     def count(self) -> int:
@@ -240,11 +241,10 @@ class Sessions:
         watch = self._ports.watch()
         while True:
             emitted = len(token_log.emitted)
-            is_found = False
+            instance: Instance | None = None
             makes_do = trio.current_time() >= no_room_since + LESS_ROOM_SECONDS
             try:
                 instance = await self._find(request, token_log, events, avoid, resumed=resumed, makes_do=makes_do)
-                is_found = True
                 return await self._run_on(instance, request, token_log, events, resumed=resumed)
             except (NoRoom, UnknownModel) as error:  # the only node with the files may be the one that was lost
                 now = trio.current_time()
@@ -272,7 +272,9 @@ class Sessions:
                 resumed, refusals = True, 0
                 if len(token_log.emitted) > emitted:
                     failures = 0
-                if is_found:  # there was room for it: another fault, also before the next token, has time of its own
+                if (
+                    instance is not None
+                ):  # there was room for it: another fault, also before the next token, has time of its own
                     no_room, no_room_since = "", math.inf
                 failing_since = failing_since if failures else trio.current_time()
                 failures += 1
@@ -315,14 +317,16 @@ class Sessions:
             wishes.append(Workload(*sufficed))
         if makes_do:
             wishes.append(Workload(max(request.least_context_tokens or usual.context_tokens, wanted), 1))
-        failure = NoRoom("")
-        for wish in dict.fromkeys(wishes):
+
+        async def find(wish: Workload) -> Instance:
             needs = tokens if wish == usual else wanted
-            try:
-                return await self._placer.ready_instance(request.model_id, wish, waiting, avoid, needs, begun)
-            except NoRoom as error:
-                failure = error
-        raise failure
+            return await self._placer.ready_instance(request.model_id, wish, waiting, avoid, needs, begun)
+
+        *sooner, last = dict.fromkeys(wishes)
+        for wish in sooner:
+            with suppress(NoRoom):
+                return await find(wish)
+        return await find(last)
 
     async def _run_on(
         self, instance: Instance, request: GenerateRequest, token_log: TokenLog, events: EventStream, *, resumed: bool
