@@ -52,8 +52,8 @@ class ServingBackend:
         )
 
     def runners(self) -> tuple[RunnerEntry, ...]:
-        seats = self._serving.seats
-        beats = seats.heartbeats()
+        runners = self._serving.seats.runners
+        beats = runners.heartbeats()
         shown = self._ports.own_card().seats
         placements = {(seat.instance_id, seat.epoch, seat.seat_index): seat.placement_id for seat in shown}
         return tuple(
@@ -72,7 +72,7 @@ class ServingBackend:
                 tokens=beats[key].tokens if key in beats else 0,
                 recomputed_tokens=beats[key].recomputed_tokens if key in beats else 0,
             )
-            for key, pid in seats.runner_pids().items()
+            for key, pid in runners.pids().items()
         )
 
     async def model_card(self, model_id: ModelId) -> ModelCard:

@@ -107,9 +107,8 @@ class HeldSeat:
     def neighbours(self) -> tuple[tuple[ChannelRole, int], ...]:
         """The channels that a step and its answer go through, and the seats at their other ends."""
         own, last = self.key.seat_index, len(self.placement.seats) - 1
-        following: tuple[ChannelRole, int] = ("activations", own + 1) if own < last else ("samples", 0)
         before: tuple[ChannelRole, int] = ("activations", own - 1) if own else ("samples", last)
-        return following, before
+        return dialled_by(self.placement, own), before
 
     @property
     def report(self) -> SeatReport:
@@ -129,3 +128,8 @@ class HeldSeat:
             error=self.error,
             error_code=self.error_code,
         )
+
+
+def dialled_by(placement: Placement, seat_index: int) -> tuple[ChannelRole, int]:
+    """The channel that this seat opens, and the seat at its other end."""
+    return ("activations", seat_index + 1) if seat_index + 1 < len(placement.seats) else ("samples", 0)

@@ -26,10 +26,9 @@ from meshinfer.base.errors import DeadlineExceeded, MeshinferError, PeerLost, Re
 from meshinfer.base.ids import InstanceId, NodeId, SessionId
 from meshinfer.serving.ports import OriginChannel, Ports
 from meshinfer.serving.reach import while_within_reach
-from meshinfer.serving.seat_service import LISTEN_WAIT_SECONDS, SeatService
+from meshinfer.serving.seat_channels import SeatChannels
 from meshinfer.serving.view import Instance
-from meshinfer.wire.codec import decode, encode
-from meshinfer.wire.messages import OPEN_CHANNEL, ChannelOffer, OpenChannel
+from meshinfer.wire.messages import OpenChannel
 from meshinfer.wire.records import CancelSession, OpenSession, RunnerRecord
 
 log = logging.getLogger(__name__)
@@ -177,9 +176,9 @@ class OriginLink:
 class OriginLinks:
     """All links of this origin. `run` owns their tasks."""
 
-    def __init__(self, ports: Ports, seats: SeatService) -> None:
+    def __init__(self, ports: Ports, channels: SeatChannels) -> None:
         self._ports = ports
-        self._seats = seats
+        self._channels = channels
         self._links: dict[LinkKey, OriginLink] = {}
         self._connecting: dict[LinkKey, trio.Lock] = {}
         self._nursery: trio.Nursery | None = None
@@ -250,16 +249,7 @@ class OriginLinks:
             instance.instance_id, instance.epoch, -1, seat_index, "origin", self._ports.origin_certificate_der
         )
         try:
-            if node == self._ports.node_id:
-                offer = await self._seats.offer_channel(node, ask)
-            else:
-                timeout = self._ports.settings.call_timeout_seconds + LISTEN_WAIT_SECONDS
-                offer = decode(ChannelOffer, await self._ports.call(node, OPEN_CHANNEL, encode(ask), timeout))
-                known = self._ports.channel_host(node)
-                if known:
-                    hosts = (known, *(host for host in offer.hosts if host != known))
-                    offer = ChannelOffer(hosts[:32], offer.port, offer.certificate_der, offer.token)
-            return await self._ports.open_channel(offer)
+            return await self._ports.open_channel(await self._channels.ask(node, ask))
         except (Refused, DeadlineExceeded) as error:
             what = f"seat {seat_index} of instance {instance.instance_id} is not there, on node {self._ports.called(node)}: {error}"
             raise PeerLost(what) from error

@@ -43,7 +43,7 @@ STDERR_LINES = 40
 
 
 class Runner(Protocol):
-    """What `SeatService` needs of a runner; a simulation has a fake one."""
+    """What `SeatRunners` needs of a runner; a simulation has a fake one."""
 
     @property
     def pid(self) -> int: ...

@@ -31,7 +31,7 @@ class Serving(NamedTuple):
         seats = SeatService(ports)
         planner = ElectedPlanner(ports, seats)
         placer = Placer(ports, planner)
-        links = OriginLinks(ports, seats)
+        links = OriginLinks(ports, seats.runners.channels)
         return cls(ports, seats, planner, placer, links, Sessions(ports, placer, links))
 
     async def leave(self, reason: str) -> None:

@@ -252,7 +252,7 @@ def node_probe(ports: Ports, seats: SeatService, store: ModelStore, update_card:
         placements = {placement.placement_id: placement for placement in card().placements}
         held = {SeatKey(seat.instance_id, seat.epoch, seat.seat_index): seat.placement_id for seat in card().seats}
         found: dict[SeatKey, tuple[Heartbeat, Placement, ModelCard | None]] = {}
-        for key, heartbeat in seats.heartbeats().items():
+        for key, heartbeat in seats.runners.heartbeats().items():
             if (placement := placements.get(held.get(key, PlacementId("")))) is not None:
                 found[key] = heartbeat, placement, _card_of(store, placement.model_id)
         return found
@@ -261,7 +261,7 @@ def node_probe(ports: Ports, seats: SeatService, store: ModelStore, update_card:
         ProbePorts(
             home=settings.home,
             wanted=wanted,
-            at_work=lambda: bool(card().memory_promised_bytes or seats.runner_pids()),
+            at_work=lambda: bool(card().memory_promised_bytes or seats.runners.pids()),
             memory_to_try=memory_to_try,
             publish_speeds=lambda speeds: update_card(speeds=speeds),
             publish_memory=publish_memory,
@@ -270,7 +270,7 @@ def node_probe(ports: Ports, seats: SeatService, store: ModelStore, update_card:
             ask=ask_process,
             computes_float32=wide,
         ),
-        seats.give_way,
+        seats.runners.give_way,
     )
 
 

@@ -83,9 +83,9 @@ async def test_the_epoch_after_the_next_goes_on_with_the_layers_while_the_next_i
                 await case.lease(epoch)
                 nursery.start_soon(case.commit, epoch)
                 await trio.testing.wait_all_tasks_blocked()
-            assert case.node.serving.seats.runner_pids() == {case.seat(3): case.runner.pid}
+            assert case.node.serving.seats.runners.pids() == {case.seat(3): case.runner.pid}
             case.may_read.set()
-        assert case.node.serving.seats.runner_pids() == {case.seat(3): case.runner.pid}
+        assert case.node.serving.seats.runners.pids() == {case.seat(3): case.runner.pid}
         await case.cluster.until(lambda: case.runner.seat is not None and case.runner.seat.epoch == 3)
 
 
@@ -100,7 +100,7 @@ async def test_what_is_freed_while_its_process_is_told_of_it_leaves_no_process(
             assert (await case.node.serving.seats.release(case.ref(2))).freed_bytes > 0
             assert not case.runner.is_alive, "its memory is free once that is said"
             case.may_read.set()
-        await case.cluster.until(lambda: not case.node.serving.seats.runner_pids())
+        await case.cluster.until(lambda: not case.node.serving.seats.runners.pids())
         assert case.cluster.fabric.runners_of(case.node.node_id) == []
 
 
@@ -143,14 +143,16 @@ async def test_what_is_loaded_ahead_again_is_not_ended_by_what_is_left_of_the_ti
             async with trio.open_nursery() as releasing:
                 ref = await ahead(placement)
                 if slow == "stop":
-                    await cluster.until(lambda: len(seats.runner_pids()) == 1)
+                    await cluster.until(lambda: len(seats.runners.pids()) == 1)
                 releasing.start_soon(seats.release, ref)
                 await trio.testing.wait_all_tasks_blocked()
                 await ahead(other)
         await cluster.until(lambda: [seat.state for seat in taker.serving.ports.own_card().seats] == ["linking"])
         await trio.sleep(3.0)
         assert [seat.state for seat in taker.serving.ports.own_card().seats] == ["linking"]
-        assert [runner.pid for runner in cluster.fabric.runners_of(taker.node_id)] == list(seats.runner_pids().values())
+        assert [runner.pid for runner in cluster.fabric.runners_of(taker.node_id)] == list(
+            seats.runners.pids().values()
+        )
 
 
 def with_seats(placement: Placement, nodes: dict[int, NodeId]) -> Placement:

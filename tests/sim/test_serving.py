@@ -543,7 +543,7 @@ def test_a_channel_of_an_old_epoch_is_refused(seed: int) -> None:
 
         async def ask(epoch: int) -> None:
             stranger = OpenChannel(instance.instance_id, epoch, -1, index, "origin", b"certificate")
-            await holder.serving.seats.offer_channel(cluster.nodes[0].node_id, stranger)
+            await holder.serving.seats.runners.channels.offer(cluster.nodes[0].node_id, stranger)
 
         for epoch in (1, 3):
             with pytest.raises(Refused, match=f"epoch {epoch}"):
