@@ -16,13 +16,11 @@ link is measured as bad as it is.
 
 from __future__ import annotations
 
-import random
 import subprocess
 from pathlib import Path
 
-from meshinfer.testing.fault_proxy import FaultProxy
 from meshinfer.testing.machines import CabledMachines, needs_root
-from meshinfer.testing.proxied_lines import Lines
+from meshinfer.testing.proxied_lines import Line, Lines
 
 CONTROL_PORT = 7000
 """Of every agent."""
@@ -52,18 +50,14 @@ class BadChannels(CabledMachines):
         namespace, me = self._namespace(name), self.names.index(name)
         # They would go round the proxies, which know IPv4 only.
         self._in(namespace, "sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=1")
-        proxies = {
-            (near, me): (FaultProxy(None, random.Random(f"{near} {me}")), FIRST_PROXY_PORT + near)  # noqa: S311 - it replays
-            for near in range(self.AGENTS)
-            if near != me
-        }
+        lines = {(near, me): Line(None, FIRST_PROXY_PORT + near) for near in range(self.AGENTS) if near != me}
         redirects = [
-            f"add rule ip bad in ip saddr {self._host_at(near)} tcp dport != {CONTROL_PORT} redirect to :{port}"
-            for (near, _), (_, port) in proxies.items()
+            f"add rule ip bad in ip saddr {self._host_at(near)} tcp dport != {CONTROL_PORT} redirect to :{line.port}"
+            for (near, _), line in lines.items()
         ]
         chain = "add chain ip bad in { type nat hook prerouting priority -100; }"
         self._in(namespace, "nft", "-f", "-", given="\n".join(["add table ip bad", chain, *redirects, ""]))
-        self._stack.enter_context(self.lines.serving(proxies, "0.0.0.0", Path("/run/netns") / namespace))  # noqa: S104 - of a network of our own
+        self._stack.enter_context(self.lines.serving(lines, "0.0.0.0", Path("/run/netns") / namespace))  # noqa: S104 - of a network of our own
 
     @staticmethod
     def _in(namespace: str, *command: str, given: str = "") -> None:

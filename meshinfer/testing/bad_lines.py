@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from meshinfer.testing.fault_proxy import FaultProxy
 from meshinfer.testing.machines import OneMachine, needs_root
-from meshinfer.testing.proxied_lines import NEW_NETWORK, Lines, Pair, check, libc
+from meshinfer.testing.proxied_lines import NEW_NETWORK, Line, Lines, Pair, check, libc
 
 FIRST_PORT = 7000
 """Of the agents. Nobody else is in this network."""
@@ -46,11 +44,9 @@ class BadLines(OneMachine):
             check(libc().unshare(NEW_NETWORK))
             made.callback(lambda: check(libc().setns(here, NEW_NETWORK)))
             subprocess.run(["ip", "link", "set", "lo", "up"], check=True, capture_output=True)
-            proxies = {
-                (near, far): (FaultProxy(("127.0.0.1", FIRST_PORT + far), random.Random(f"{near} {far}")), 0)  # noqa: S311 - it replays
-                for near, far in itertools.permutations(range(self.AGENTS), 2)
-            }
-            self._ports = made.enter_context(self.lines.serving(proxies))
+            pairs = itertools.permutations(range(self.AGENTS), 2)
+            lines = {(near, far): Line(("127.0.0.1", FIRST_PORT + far)) for near, far in pairs}
+            self._ports = made.enter_context(self.lines.serving(lines))
             self._stack = made.pop_all()
         return self
 

@@ -4,8 +4,8 @@
         outcome = AgentChaos(room).play(scenario, seed)
 
 The same scenarios and the same checks as in the simulation (`testing.chaos`); what is read comes from the
-agents' API and from the kernel (`testing.agent_witness`). Which faults can be made depends on the machines
-(`testing.machines`): a partition, for instance, is a cable that is pulled.
+agents' API and from the kernel (`testing.agent_witness`). How faults are made is in `testing.agent_faults`, and what the
+agents' logs say of it in `testing.repair_story`.
 
 Who expects what: each client's answer is compared, character by character, to the one that the same room gave
 to the same question before anything was done to it; one asks greedily, one samples with a seed, one does not stream.
@@ -16,27 +16,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
 
 import httpx
 
 from meshinfer.api.placements import placement_from_json
+from meshinfer.testing.agent_faults import AgentFaults, deeds_on
 from meshinfer.testing.agent_process import RunningAgent
-from meshinfer.testing.agent_room import CONTEXT_TOKENS, MODEL, AgentRoom, RoomError, get, instances
+from meshinfer.testing.agent_room import MODEL, AgentRoom, RoomError, instances
 from meshinfer.testing.agent_witness import Witness, read_agent
-from meshinfer.testing.bad_channels import BadChannels
-from meshinfer.testing.bad_lines import BadLines
 from meshinfer.testing.cast import Cast
 from meshinfer.testing.chaos import (
-    BETWEEN,
     HOUR_SECONDS,
     Answer,
     Deed,
@@ -51,9 +45,8 @@ from meshinfer.testing.chaos import (
     rest_violations,
     trace_violations,
 )
-from meshinfer.testing.fault_proxy import Faults
-from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
-from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
+from meshinfer.testing.machines import OneMachine, SkewedClocks
+from meshinfer.testing.repair_story import came_too_late, phases_of
 from meshinfer.testing.stream_client import Question, ask
 from meshinfer.topology.placement import Placement
 
@@ -78,49 +71,14 @@ take 0.7 to 4 s, and 0.4 to 2."""
 LOOK_SECONDS = 0.1
 REPAIR_LOOK_SECONDS = 0.02
 
-PHASES = {
-    "noticed": "goes on after",
-    "placed": "is placed on",
-    "no spare": "no spare runner is at hand",
-    "process": "is to be its runner",
-    "loaded": "its layers are loaded",
-    "linked": "its channels are open",
-    "opened": "is open again, in epoch",
-}
-"""What agents say in their logs when it happens."""
 QUESTIONS = {
     "first": Question("Write a story about a laptop.", TOKENS),
     "second": Question("What is a bicycle?", TOKENS, temperature=0.8, seed=11),
     "third": Question("What is the capital of France?", 8, streams=False),
 }
 WARM_UP = Question("What is the capital of France?", 1)
-LONG = Question("Say in one word what this is: " + "laptop " * (CONTEXT_TOKENS // 2), 2)
-"""Wants memory that a runner has not taken yet."""
-
-_EVERYWHERE: frozenset[Deed] = frozenset(("kill", "leave", "stop", "kill runner", "freeze runner", "refuse memory"))
 _TAKES_AWAY: frozenset[Deed] = frozenset(("kill", "leave", "stop", "cut off", "deafen", "mute"))
 """An agent, for as long as it lasts."""
-_LINES: dict[Deed, Faults] = {
-    "delay lines": Faults(delay=0.15, jitter=0.1),
-    "throttle lines": Faults(rate=8_000.0),
-    "corrupt lines": Faults(corrupt=20_000.0),
-    "stall lines": Faults(stall=True),
-    "drop lines": Faults(drop=True),
-}
-_WITH_LINES: frozenset[Deed] = frozenset((*_LINES, "half-close lines", "reset lines"))
-_CHANNELS: dict[Deed, Faults] = {
-    # A step of three stages and an origin crosses three or four of them.
-    "delay channels": Faults(delay=0.15, jitter=0.1),
-    # An activation of the small model (2.3 KB) takes a tenth of a second.
-    "throttle channels": Faults(rate=25_000.0),
-    "corrupt channels": Faults(corrupt=20_000.0),
-    "stall channels": Faults(stall=True),
-    "drop channels": Faults(drop=True),
-}
-_WITH_CHANNELS: frozenset[Deed] = frozenset((*_CHANNELS, "half-close channels", "reset channels"))
-_PAIRS: frozenset[Deed] = frozenset(("deafen", "mute", "cut from origin", "split", *BETWEEN))
-"""Cuts between pairs of agents; their clients reach all of them."""
-_WITH_CABLES: frozenset[Deed] = frozenset((*_PAIRS, "cut off", "slow down"))
 
 
 def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> bool:
@@ -128,33 +86,17 @@ def can_play(scenario: Scenario, machines: type[OneMachine], agents: int) -> boo
 
     As long as a fault lasts, enough agents for the model must be left; or too few, where the answer is to end in an error.
     """
-    deeds = {fault.deed for fault in scenario.faults} - _EVERYWHERE
-    if issubclass(machines, CabledMachines):
-        deeds -= _WITH_CABLES
-    if issubclass(machines, BadLines):
-        deeds -= _WITH_LINES
-    if issubclass(machines, BadChannels):
-        deeds -= _WITH_CHANNELS
-    if issubclass(machines, SmallDisks):
-        deeds.discard("fill disk")
+    deeds = {fault.deed for fault in scenario.faults} - deeds_on(machines)
     if scenario.clients > len(QUESTIONS):
         return False
     if scenario.outlasts:  # it would take a minute a run to write what the simulation writes in a moment
         return False
     if scenario.skew_seconds and not issubclass(machines, SkewedClocks):
         return False
-    if issubclass(machines, SkewedClocks):
-        deeds.discard("step clocks")
-    if kills_for_memory_work():
-        deeds.discard("starve runner")
-    if not why_not_hang():
-        deeds.discard("hang runner")
     away = sum(fault.deed in _TAKES_AWAY for fault in scenario.faults)
     is_split = any(fault.deed == "split" for fault in scenario.faults)
-    if any(
-        fault.moment == "placing" for fault in scenario.faults
-    ):  # it takes milliseconds: nobody hits it from outside
-        return False
+    if any(fault.moment == "placing" for fault in scenario.faults):
+        return False  # it takes milliseconds: nobody hits it from outside
     if any((fault.deed, fault.moment) == ("hang runner", "repair") for fault in scenario.faults):
         return False  # which thread will compute cannot be told from outside before it does
     if scenario.ends == "error":
@@ -204,8 +146,6 @@ class _Run:
     """The first time, by the wall clock."""
     struck: list[tuple[Fault, float]] = field(default_factory=list[tuple[Fault, float]])
     """All and only the faults that were made, and when by the wall clock; two of them may be equal."""
-    struck_pids: set[int] = field(default_factory=set[int])
-    """Of runners; their agent may take a moment to miss them."""
     late: str = ""
     """Which fault came too late to show anything, and for what."""
     noticed: threading.Event = field(default_factory=threading.Event)
@@ -213,7 +153,7 @@ class _Run:
     went_on: threading.Event = field(default_factory=threading.Event)
     """Its answer did after that, or had its end."""
     workers: list[threading.Thread] = field(default_factory=list[threading.Thread])
-    to_undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    to_undo: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
     """What the machines have been made to suffer and still do."""
     failures: list[str] = field(default_factory=list[str])
     """Why faults could not be made, or not be undone."""
@@ -221,6 +161,7 @@ class _Run:
     def play(self) -> Outcome:
         room = self.room
         self.rng = random.Random(f"{self.scenario.name} {self.seed}")  # noqa: S311 - it replays
+        self.faults = AgentFaults(room, self.rng)
         if len(room.settled()) < self.scenario.stages:
             room.wait_settled()
         everyone = [agent.node_id for agent in room.settled().values()]
@@ -240,7 +181,7 @@ class _Run:
             instance["epoch"],
             live=lambda: [agent.node_id for agent in room.live().values()],
             placements=self._placements,
-            runs=lambda node: bool(self._pids(room.name_of(node))),
+            runs=lambda node: bool(self.faults.runners(room.name_of(node))),
         )
         self.k = self.rng.randrange(2, TOKENS // 2)  # the rest must take longer than making the fault
         self._choose_origins()
@@ -342,11 +283,6 @@ class _Run:
     def _targets(self, fault: Fault) -> list[str]:
         return [self.room.name_of(node) for node in self.cast.targets(fault)]
 
-    def _pids(self, name: str) -> list[int]:
-        """Of its runners that have seats and were not hit before."""
-        runners = get(self.room.agents[name], "/state")["runners"]
-        return [runner["pid"] for runner in runners if runner["pid"] not in self.struck_pids]
-
     # --- clients and faults ---------------------------------------------------------------------
 
     def _client(self, answer: Answer) -> None:
@@ -403,7 +339,7 @@ class _Run:
         self.faulted_at = self.faulted_at or began
         node = self.room.agents[name].node_id
         self.cast.strike(node)
-        undo = self._make(fault.deed, name)
+        undo = self.faults.make(fault.deed, name, self.cast)
         self.struck.append((fault, began))
         if math.isinf(fault.seconds):
             if undo is not None and name not in self.room.killed:  # `restore` starts them all at once
@@ -412,93 +348,6 @@ class _Run:
         time.sleep(fault.seconds)
         if undo is not None:
             undo()
-
-    def _make(self, deed: Deed, name: str) -> Callable[[], None] | None:
-        """Make the fault; what undoes it, if that can be undone and is not `restore`'s."""
-        room, machines, agent = self.room, self.room.machines, self.room.agents[name]
-        match deed, machines:
-            case "kill", _:
-                room.kill(name)
-                return lambda: self._restart(name)
-            case "leave", _:
-                room.leave(name)
-            case "stop", _:
-                room.stop(name)
-                return lambda: room.wake(name)
-            case "kill runner" | "freeze runner", _:
-                what = signal.SIGKILL if deed == "kill runner" else signal.SIGSTOP
-                for pid in self._strike(name):
-                    os.kill(pid, what)
-            case "hang runner", _:
-                hung = ExitStack()
-                for pid in self._strike(name):
-                    hung.callback(hang(pid))
-                return hung.close
-            case "starve runner", _:
-                for pid in self._strike(name):
-                    if not kill_for_memory(pid):
-                        raise RoomError(f"the kernel did not kill {pid} of {name}")
-            case "refuse memory", _:
-                for pid in self._strike(name):
-                    refuse_memory(pid)
-                ask(agent.url, LONG.body(MODEL), Answer("greedy", "", DEADLINE_SECONDS, 0.0))
-            case "cut off", CabledMachines():
-                machines.pull(name)
-                return lambda: machines.plug(name)
-            case _, CabledMachines() if deed in _PAIRS:
-                pairs = self._pairs(deed, name)
-                machines.cut(*pairs)
-                return lambda: machines.mend(*pairs)
-            case "slow down", CabledMachines():
-                machines.slow_down(name)
-                return lambda: machines.speed_up(name)
-            case "fill disk", SmallDisks():
-                machines.fill(name)
-                return lambda: machines.empty(name)
-            case "step clocks", SkewedClocks():
-                machines.set_wall_clock(name, self.rng.choice((HOUR_SECONDS, -HOUR_SECONDS)))
-                return lambda: machines.set_wall_clock(name, 0.0)
-            case "half-close lines" | "half-close channels", BadLines() | BadChannels():
-                machines.lines.half_close(name)
-            case "reset lines" | "reset channels", BadLines() | BadChannels():
-                machines.lines.reset(name)
-            case _, BadLines() | BadChannels() if faults := (_LINES | _CHANNELS).get(deed):
-                lines = machines.lines
-                lines.suffer(name, faults)
-                return lambda: lines.suffer(name, Faults())
-            case _:
-                raise RoomError(f"{deed} cannot be done to {type(machines).__name__}")
-        return None
-
-    def _strike(self, name: str) -> list[int]:
-        """The runners that are to be hit. Raises RoomError if there are none."""
-        pids = self._pids(name)
-        if not pids:
-            raise RoomError(f"{name} has no runner")
-        self.struck_pids.update(pids)
-        return pids
-
-    def _pairs(self, deed: Deed, name: str) -> list[tuple[str, str]]:
-        """(who sends, to whom nothing of it comes)."""
-        others = [other for other in self.room.live() if other != name]
-        match deed:
-            case "deafen":
-                return [(other, name) for other in others]
-            case "mute":
-                return [(name, other) for other in others]
-            case "cut from origin":
-                return [(name, self.origin), (self.origin, name)]
-            case "cut from next" | "mute to next" | "deafen to next":
-                following = self.room.name_of(self.cast.after(self.room.live()[name].node_id))
-                ways = {"mute to next": [(name, following)], "deafen to next": [(following, name)]}
-                return ways.get(deed, [(name, following), (following, name)])
-            case _:
-                apart = self.rng.sample(others, len(others) + 1 - self.scenario.stages)
-                here = [name, *(other for other in others if other not in apart)]
-                return [*product(here, apart), *product(apart, here)]
-
-    def _restart(self, name: str) -> None:
-        self.room.start(name)
 
     def _later(self, work: Callable[[], None]) -> None:
         def noted() -> None:
@@ -542,38 +391,3 @@ class _Run:
             if not found or time.monotonic() > until:
                 return found
             time.sleep(LOOK_SECONDS)
-
-
-def came_too_late(
-    told: Sequence[tuple[float, str]], answer: Answer, faulted_at: float, struck: Sequence[tuple[Fault, float]]
-) -> str:
-    """Which fault did, and for what; empty if none.
-
-    Args:
-        told: by the origin, in its log, at so many seconds after the first fault.
-        answer: of the first client.
-        faulted_at: when the first fault was made, by the wall clock.
-        struck: each fault, and when it was made.
-    """
-    if faulted_at - time.time() + time.monotonic() > answer.ended_at:
-        return "the answer was there before the fault: more tokens are needed"
-    opened = next((at for at, line in told if PHASES["opened"] in line), math.inf)
-    for fault, at in struck:
-        if fault.moment == "repair" and at - faulted_at > opened:
-            return f"{fault.deed} {fault.part}: the session was open again {at - faulted_at - opened:.2f} s before"
-    return ""
-
-
-def phases_of(story: Sequence[tuple[float, str]], answer: Answer, faulted_at: float) -> tuple[tuple[str, float], ...]:
-    """Where the longest wait of `answer` went, by the agents' logs; of each thing the last time that it happened."""
-    times = [answer.asked_at, *answer.times]
-    if len(times) < 2 or not faulted_at:
-        return ()
-    _, ended_at = max(pairwise(times), key=lambda wait: wait[1] - wait[0])
-    ended = ended_at + time.time() - time.monotonic() - faulted_at
-    found: list[tuple[str, float]] = []
-    for phase, words in PHASES.items():
-        moments = [at for at, line in story if words in line and at <= ended]
-        if moments:
-            found.append((phase, moments[0] if phase == "noticed" else moments[-1]))
-    return (*sorted(found, key=lambda moment: moment[1]), ("token", ended))

@@ -1,7 +1,7 @@
 """The lines between the agents of a room, each over a fault proxy of its own, and what is done to them.
 
     lines = Lines(machines.names)
-    with lines.serving({(0, 1): (FaultProxy(target, rng), 0)}) as ports:    # from who moved in first to who moved in second
+    with lines.serving({(0, 1): Line(target)}) as ports:    # from who moved in first to who moved in second
         lines.suffer("n1", Faults(delay=0.2))
 
 Proxies run in a thread, which may be in another network than ours. Where they are and how connections come to them is
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import trio
 import trio.from_thread
@@ -30,6 +32,15 @@ Pair = tuple[int, int]
 """(who dials, who is dialled), by their places among the names."""
 
 
+class Line(NamedTuple):
+    """Over which proxy it goes."""
+
+    target: tuple[str, int] | None
+    """Where that passes things on to; None: where they were going when the kernel redirected them."""
+    port: int = 0
+    """Of the proxy; 0 for any."""
+
+
 class Lines:
     """Good until they are to suffer."""
 
@@ -39,13 +50,13 @@ class Lines:
 
     @contextmanager
     def serving(
-        self, proxies: Mapping[Pair, tuple[FaultProxy, int]], host: str = "127.0.0.1", network: Path | None = None
+        self, lines: Mapping[Pair, Line], host: str = "127.0.0.1", network: Path | None = None
     ) -> Generator[dict[Pair, int]]:
         """Inside, proxies run; yields the port of each.
 
         Args:
-            proxies: with the port that each is to have; 0 for any.
-            host: on which they listen.
+            lines: that are to be.
+            host: on which their proxies listen.
             network: a namespace's; the caller's if None.
         """
         ports: dict[Pair, int] = {}
@@ -54,9 +65,10 @@ class Lines:
         async def serve() -> None:
             token = trio.lowlevel.current_trio_token()
             async with trio.open_nursery() as nursery:
-                for pair, (proxy, port) in proxies.items():
-                    ports[pair] = await nursery.start(proxy.run, host, port)
-                    self._proxies[pair] = proxy, token
+                for (near, far), (target, port) in lines.items():
+                    proxy = FaultProxy(target, random.Random(f"{near} {far}"))  # noqa: S311 - it replays
+                    ports[near, far] = await nursery.start(proxy.run, host, port)
+                    self._proxies[near, far] = proxy, token
                 ends.append(lambda: _call(token, nursery.cancel_scope.cancel))
                 started.set()
 

@@ -20,11 +20,12 @@ from meshinfer.testing.agent_witness import NEWS_LOOKS, Witness
 from meshinfer.testing.bad_channels import CONTROL_PORT, BadChannels
 from meshinfer.testing.bad_lines import FIRST_PORT, BadLines
 from meshinfer.testing.chaos import Answer, Fault, machine_scenarios, scenarios
-from meshinfer.testing.chaos_agents import came_too_late, can_play, phases_of
+from meshinfer.testing.chaos_agents import can_play
 from meshinfer.testing.machine_faults import hang, kill_for_memory, kills_for_memory_work, refuse_memory, why_not_hang
 from meshinfer.testing.machines import CabledMachines, OneMachine, SkewedClocks, SmallDisks
 from meshinfer.testing.neighbours import Round, summary
 from meshinfer.testing.proxied_lines import enter_network
+from meshinfer.testing.repair_story import came_too_late, phases_of
 
 
 @pytest.fixture
