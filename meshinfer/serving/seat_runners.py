@@ -85,17 +85,11 @@ class SeatRunners:
     @contextlib.asynccontextmanager
     async def at_work(self) -> AsyncGenerator[trio.Nursery]:
         """Before this, no seat is started; after it, every runner is gone. Who works beside them may use their nursery."""
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                nursery.start_soon(self._look)
-                nursery.start_soon(self._spares.run)
-                yield nursery
-        finally:
-            with trio.CancelScope(shield=True):
-                async with trio.open_nursery() as ending:
-                    for held in list(self._held.values()):
-                        ending.start_soon(held.runner.stop)
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._look)
+            nursery.start_soon(self._spares.run)
+            yield nursery
 
     # --- what the ledger decides ----------------------------------------------------------------
 
@@ -162,6 +156,7 @@ class SeatRunners:
             prefill_chunk_tokens=settings.prefill_chunk_tokens,
             memory_limit_bytes=self._ports.own_card().memory_usable_bytes,
         )
+        why = ""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._link, held.linking, key, placement, runner)
@@ -176,6 +171,9 @@ class SeatRunners:
                 nursery.cancel_scope.cancel()
         finally:
             held.linking.cancel()
+            if not why:  # it is not the runner's end but this service's
+                with trio.CancelScope(shield=True):
+                    await runner.stop()
             if is_last := self._held.get(held.key) is held:
                 del self._held[held.key]
         if is_last and held.key not in self._starting:  # else that seat is another process's by now

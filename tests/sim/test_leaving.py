@@ -301,3 +301,18 @@ async def longest_pause(how: str) -> float:
 def is_whole_again(node: SimNode) -> bool:
     """As that node sees it, the instance is ready in a later epoch."""
     return [(instance.state, instance.epoch > 1) for instance in node.instances()] == [("ready", True)]
+
+
+@pytest.mark.parametrize("loading", [False, True], ids=["ready", "loading"])
+async def test_an_agent_that_is_cancelled_ends_its_runners(autojump_clock: Clock, loading: bool) -> None:
+    """It did not leave: something in it has failed, say."""
+    async with three_of(3, replace(SPEED, load_seconds=30.0) if loading else SPEED) as cluster:
+        if loading:
+            with trio.move_on_after(3.0):
+                await cluster.ask(cluster.nodes[0], cluster.request((1,), 3))
+        else:
+            await cluster.ask(cluster.nodes[0], cluster.request((1,), 3))
+            await trio.sleep(10.0)  # for spares
+        runners = [one for node in cluster.nodes for one in cluster.fabric.processes_of(node.node_id)]
+        assert len(runners) == (3 if loading else 6)
+    assert [runner.dead for runner in runners] == ["stopped"] * len(runners)
