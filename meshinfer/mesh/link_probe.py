@@ -273,9 +273,10 @@ class LinkProber:
         """Bring everything up to date with who is here, and start what is due."""
         self._settle(now)
         members = set(self._members())
-        for gone in self._edges.keys() - members:
-            del self._edges[gone]
-        self._coordinates.forget(self._wanted.keys() - members)
+        gone = self._edges.keys() - members
+        for peer in gone:
+            del self._edges[peer]
+        self._coordinates.forget(gone)
         topology = self._topology()
         connected = self._transport.peers()
         own_addresses = self._own_card.card.addresses  # asking the system each time would be the dearest part of a look
