@@ -8,18 +8,14 @@ Who writes what: of each link its source, as ever. But how fast bytes *arrive* o
 source in a report. The end with the lower id decides over which pair of addresses an edge runs, since it is the one
 that has tried them all; its reports carry the pair, so both ends and their runners use the same.
 
-Beyond a full mesh nobody measures every pair. Then each node works out its coordinate from the neighbours that it
-has (`mesh.coordinates`), any pair can be estimated from two cards (`Topology.link_or_estimate`), and a planner asks
-for those that its candidates really need (`want`): the cost per node does not grow with the mesh.
-
-What to probe when is `link_plan`, what to make of it `link_estimate`, how it is done `transport.probe_channel`.
+What to probe when is `link_plan`, what to make of it `link_estimate`, how it is done `transport.probe_channel`. Links
+between nodes that are no neighbours are `far_links`.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -34,7 +30,6 @@ from meshinfer.base.units import KIB, format_bytes, format_seconds
 from meshinfer.mesh.coordinates import Coordinates
 from meshinfer.mesh.link_estimate import Health, Path, best_path
 from meshinfer.mesh.link_plan import Job, candidate_hosts, next_job
-from meshinfer.mesh.neighbours import FULL_MESH_NODES
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.mesh.probe_budget import ProbeBudget
 from meshinfer.topology.card import NodeCard
@@ -46,13 +41,11 @@ from meshinfer.wire.codec import decode, encode
 from meshinfer.wire.messages import (
     LINK_PROBE,
     LINK_REPORT,
-    LINKS_WANTED,
     ChannelOffer,
     Done,
     LinkProbe,
     LinkProbeOffer,
     LinkReport,
-    LinksWanted,
 )
 
 log = logging.getLogger(__name__)
@@ -79,9 +72,6 @@ STEADY_SHARE = 0.2
 COORDINATES_FROM_NODES = 12
 """Announced a little before they are needed, so that they are good by then."""
 COORDINATES_APART_SECONDS = 5.0
-MAX_WANTED = 16
-"""Far nodes that are connected to because a planner asked. They add to a large mesh's dozen of connections."""
-WANTED_APART_SECONDS = 30.0
 
 
 class ProbeChannels(Protocol):
@@ -157,7 +147,6 @@ class LinkProber:
         topology: Callable[[], Topology],
         members: Callable[[], Collection[NodeId]],
         ping_seconds: Callable[[NodeId], float],
-        dial: Callable[[NodeId], None],
         on_change: Callable[[], None],
         on_drift: Callable[[], None],
         bytes_per_hour: int,
@@ -171,7 +160,6 @@ class LinkProber:
             topology: everyone alive.
             members: neighbours that are alive, as far as this node itself can tell.
             ping_seconds: smoothed round trip of a small message to one of them; 0 if unknown.
-            dial: begins to connect to a node.
             on_change: something is announced of a link that was not known before.
             on_drift: what was known has changed.
             bytes_per_hour: `Settings.probe_bytes_per_hour`.
@@ -180,8 +168,7 @@ class LinkProber:
         self._transport, self._channels, self._own_card = transport, channels, own_card
         self._own = transport.node_id
         self._topology, self._members, self._ping_seconds = topology, members, ping_seconds
-        self._dial, self._rng = dial, rng
-        self._on_change, self._on_drift = on_change, on_drift
+        self._on_change, self._on_drift, self._rng = on_change, on_drift, rng
         self._edges: dict[NodeId, _Edge] = {}
         """All and only members that are connected, or were a moment ago."""
         self._bytes_per_hour = bytes_per_hour
@@ -196,15 +183,10 @@ class LinkProber:
         self._place_at = 0.0
         """When the coordinate is next worked out; not with every probe that ends."""
         self._coordinate_told_at = float("-inf")
-        self._wanted: OrderedDict[NodeId, float] = OrderedDict()
-        """Far nodes that were asked for, and when; oldest first."""
-        self._asked: dict[NodeId, float] = {}
-        """Nodes that were asked to measure, and when."""
         self._nursery: trio.Nursery | None = None
         self._probes = self._failed = self._reports = 0
         transport.serve(LINK_PROBE, self._on_probe)
         transport.serve(LINK_REPORT, self._on_report)
-        transport.serve(LINKS_WANTED, self._on_wanted)
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -241,26 +223,6 @@ class LinkProber:
         if now - edge.arrival_told_at >= ARRIVALS_APART_SECONDS:
             edge.arrival_told_at = now
             self._nursery.start_soon(self._report, peer, LinkReport(bandwidth_bytes_per_second=rate))
-
-    def want(self, pairs: Iterable[tuple[NodeId, NodeId]]) -> None:
-        """A planner's candidates go over these links: see to it that they are measured soon, here or elsewhere."""
-        known, now = self._topology().link_between, trio.current_time()
-        by_source: dict[NodeId, set[NodeId]] = {}
-        for one, other in pairs:
-            for source, target in ((one, other), (other, one)):  # each tells its own direction
-                if source != target and (source, target) not in known:
-                    by_source.setdefault(source, set()).add(target)
-        for source, targets in sorted(by_source.items()):
-            if source == self._own:
-                self._want_here(targets, now)
-            elif self._nursery is not None and now - self._asked.get(source, float("-inf")) >= WANTED_APART_SECONDS:
-                self._asked = {node: at for node, at in self._asked.items() if now - at < WANTED_APART_SECONDS}
-                self._asked[source] = now
-                self._nursery.start_soon(self._ask_to_measure, source, tuple(sorted(targets)[:MAX_WANTED]))
-
-    def asked_for(self) -> Collection[NodeId]:
-        """Whom planners wanted links to, here; the last ones, at most `MAX_WANTED`."""
-        return self._wanted.keys()
 
     def statistics(self) -> LinkProberStatistics:
         measured = sum(edge.current.rtt.value > 0 for edge in self._edges.values())
@@ -524,40 +486,6 @@ class LinkProber:
         edge.told.answered(report.rtt_seconds, report.message_seconds, now)
         if report.bandwidth_bytes_per_second:
             edge.told.carried(report.bandwidth_bytes_per_second, 0.0, now)
-
-    # --- far pairs ------------------------------------------------------------------------------
-
-    def _want_here(self, targets: Iterable[NodeId], now: float) -> None:
-        """Connect to them; that makes them neighbours, whoever has the lower id probes, and both tell of it."""
-        connected = self._transport.peers()
-        for target in sorted(targets):
-            is_new = target not in self._wanted
-            self._wanted[target] = now
-            self._wanted.move_to_end(target)
-            has_room = len(connected) < FULL_MESH_NODES + MAX_WANTED
-            if is_new and target in connected:
-                self._on_change()  # one of many links of this node: from now on it is among those that are told
-            elif is_new and has_room and target in self._topology().by_id:
-                self._dial(target)
-        while len(self._wanted) > MAX_WANTED:
-            self._wanted.popitem(last=False)
-
-    async def _ask_to_measure(self, source: NodeId, targets: tuple[NodeId, ...]) -> None:
-        for attempt in range(2):
-            try:
-                await self._transport.call(source, LINKS_WANTED, encode(LinksWanted(targets)), CALL_SECONDS)
-            except MeshinferError as error:
-                log.debug("%s was not asked to measure: %s", source, error)
-                if attempt == 0 and source not in self._transport.peers():
-                    self._want_here((source,), trio.current_time())
-                    await trio.sleep(LOOK_SECONDS)
-            else:
-                return
-
-    async def _on_wanted(self, _caller: NodeId, payload: bytes) -> bytes:
-        targets = decode(LinksWanted, payload).targets
-        self._want_here((target for target in targets if target != self._own), trio.current_time())
-        return encode(Done())
 
 
 def _find_paths(edge: _Edge) -> None:

@@ -38,6 +38,7 @@ from meshinfer.mesh.changes import Changes, Watch
 from meshinfer.mesh.connector import Connector, ConnectorStatistics
 from meshinfer.mesh.dial_plan import DialPlan
 from meshinfer.mesh.discovery import AnotherMesh, Discovery, Hint, Self
+from meshinfer.mesh.far_links import FarLinks
 from meshinfer.mesh.gossip import Gossip, GossipStatistics
 from meshinfer.mesh.indirect import IndirectProbes
 from meshinfer.mesh.key_copies import KeyCopies
@@ -181,7 +182,7 @@ class Mesh:
             own_card,
             self._view,
             links=self._own_links,
-            asked_for=lambda: self._links.asked_for() if self._links else (),
+            asked_for=lambda: self._far.asked_for(),  # noqa: PLW0108 - made after it, and tells it
             suspects=lambda: self._membership.suspects(trio.current_time()),
             neighbours=lambda: self._membership.vouched() & transport.peers(),
             on_merge=self._on_merge,
@@ -201,6 +202,9 @@ class Mesh:
         self._plan = plan
         self._copies = KeyCopies(own_card, settings.home, transport.addresses, self._connector.try_once)
         self._links = self._make_prober(probes, rng) if probes is not None else None
+        self._far = FarLinks(
+            transport, topology=self.topology, dial=self._connector.redial, on_more_to_tell=self._gossip.link_told
+        )
         self._live: frozenset[NodeId] = frozenset((self._own,))
         """As of the last look."""
         self._topology = self._view.topology(self._live, own_card.card)
@@ -300,8 +304,7 @@ class Mesh:
 
     def want_links(self, pairs: Iterable[tuple[NodeId, NodeId]]) -> None:
         """A planner's candidates go over these: have those measured soon that are not yet. Returns at once."""
-        if self._links:
-            self._links.want(pairs)
+        self._far.want(pairs)
 
     async def leave(self) -> None:
         """Tell everyone that this node goes; call it before the transport is stopped."""
@@ -329,6 +332,7 @@ class Mesh:
                 nursery.start_soon(self._tell_changes, name="topology changes")
                 nursery.start_soon(self._keep_house, name="lifetimes")
                 nursery.start_soon(self._keep_up, name="addresses")
+                nursery.start_soon(self._far.run, name="far links")
                 if self._links:
                     nursery.start_soon(self._links.run, name="link probes")
                 if self._settings.discovery:
@@ -528,7 +532,6 @@ class Mesh:
             topology=self.topology,
             members=self._membership.vouched,
             ping_seconds=self._prober.rtt_seconds,
-            dial=self._connector.redial,
             on_change=self._gossip.link_told,
             on_drift=self._gossip.drifted,
             bytes_per_hour=self._settings.probe_bytes_per_hour,

@@ -19,9 +19,10 @@ from trio.testing import MockClock
 from meshinfer.base.ids import NodeId
 from meshinfer.config import PROBE_BYTES_PER_HOUR
 from meshinfer.mesh.announcement import sign
+from meshinfer.mesh.far_links import MAX_WANTED, FarLinks
 from meshinfer.mesh.gossip import MAX_ANNOUNCED_LINKS, Gossip
 from meshinfer.mesh.link_plan import BURSTS_SECONDS
-from meshinfer.mesh.link_probe import MAX_WANTED, LinkProber
+from meshinfer.mesh.link_probe import LinkProber
 from meshinfer.mesh.neighbours import most_wanted, wanted
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.mesh.view import View
@@ -277,6 +278,7 @@ class Probers:
         self.transports: dict[NodeId, SimTransport] = {}
         self.cards: dict[NodeId, OwnCard] = {}
         self.probers: dict[NodeId, LinkProber] = {}
+        self.far: dict[NodeId, FarLinks] = {}
         self._gossip = (float("-inf"), Topology((), ()))
 
     def topology(self) -> Topology:
@@ -315,14 +317,20 @@ class Probers:
                 topology=self.topology,
                 members=transport.peers,
                 ping_seconds=lambda _node: 0.0,
-                dial=partial(self._dial, transport),
                 on_change=lambda: None,
                 on_drift=lambda: None,
                 bytes_per_hour=PROBE_BYTES_PER_HOUR,
                 rng=self.network.rng,
             )
-        for prober in self.probers.values():
+            self.far[node] = FarLinks(
+                transport,
+                topology=self.topology,
+                dial=partial(self._dial, transport),
+                on_more_to_tell=lambda: None,
+            )
+        for node, prober in self.probers.items():
             self._nursery.start_soon(prober.run)
+            self._nursery.start_soon(self.far[node].run)
 
     def _dial(self, transport: SimTransport, node: NodeId) -> None:
         self._nursery.start_soon(transport.dial, self.transports[node].addresses()[0], node, 1.0)
@@ -392,16 +400,16 @@ def test_far_pairs_are_estimated_and_measured_when_a_plan_wants_them(tmp_path: P
 
         own = nodes[0]
         pairs = [pair for pair in far if own not in pair][:2] + [pair for pair in far if pair[0] == own][:2]
-        alone.probers[own].want(pairs)
+        alone.far[own].want(pairs)
         await trio.sleep(15)
         for source, target in (*pairs, *((target, source) for source, target in pairs)):
             link = alone.now().link_between.get((source, target))
             assert link is not None
             assert not link.estimated
             assert link.channel_rtt_seconds > 0
-            assert target in alone.probers[source].asked_for(), "it tells that link, however many it has"
-        for prober in alone.probers.values():
-            prober.want(far)  # whatever a planner asks for
+            assert target in alone.far[source].asked_for(), "it tells that link, however many it has"
+        for links in alone.far.values():
+            links.want(far)  # whatever a planner asks for
         await trio.sleep(5)
         assert (
             max(len(transport.peers()) for transport in alone.transports.values()) <= 32 + 16

@@ -15,8 +15,8 @@ from meshinfer.base.ids import NodeId
 from meshinfer.mesh.address_book import MAX_NODES, AddressBook
 from meshinfer.mesh.addresses import nearness, worth_dialling
 from meshinfer.mesh.dial_plan import COURTESY_SECONDS, MAX_WAIT_SECONDS, OLD_WAIT_SECONDS, Dial, DialPlan
+from meshinfer.mesh.far_links import MAX_WANTED
 from meshinfer.mesh.gossip import MAX_ANNOUNCED_LINKS
-from meshinfer.mesh.link_probe import MAX_WANTED
 from meshinfer.mesh.neighbours import FULL_MESH_NODES, NEIGHBOURS, Wanted, most_wanted, wanted
 from meshinfer.mesh.own_card import OwnCard
 from meshinfer.mesh.prober import LinkEstimate
