@@ -21,6 +21,7 @@ from typing import Literal
 
 from meshinfer.mesh.addresses import nearness
 from meshinfer.mesh.link_estimate import Path
+from meshinfer.topology.card import NodeCard
 from meshinfer.transport.addresses import format_address
 
 ROUND_TRIPS_SECONDS = 120.0
@@ -62,6 +63,11 @@ def candidate_hosts(addresses: Iterable[str], connected_host: str | None, own_ad
     near = sorted(hosts, key=lambda host: nearness(format_address(host, 1), own))
     reachable = (host for host in near if nearness(format_address(host, 1), own)[0] < 2)
     return [host for host in dict.fromkeys([*known, *reachable]) if ":" not in host][:MAX_PATHS]
+
+
+def is_idle(card: NodeCard) -> bool:
+    """No runner of the node works: nothing of what it sends or computes would be disturbed, or disturb."""
+    return all(seat.sessions == 0 and seat.state != "linking" and not seat.loads for seat in card.seats)
 
 
 def next_job(paths: Mapping[str, Path], chosen: str | None, now: float, *, may_burst: bool) -> Job | None:

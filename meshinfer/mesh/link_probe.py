@@ -8,8 +8,9 @@ Who writes what: of each link its source, as ever. But how fast bytes *arrive* o
 source in a report. The end with the lower id decides over which pair of addresses an edge runs, since it is the one
 that has tried them all; its reports carry the pair, so both ends and their runners use the same.
 
-What to probe when is `link_plan`, what to make of it `link_estimate`, how it is done `transport.probe_channel`. Links
-between nodes that are no neighbours are `far_links`.
+What to probe when is `link_plan`, what to make of it `link_estimate` and `edge`, how it is done
+`transport.probe_channel`. What others may probe here is `probe_offers`; links to nodes that are no neighbours are
+`far_links`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -27,26 +26,20 @@ from meshinfer.base.beats import next_beat
 from meshinfer.base.errors import MeshinferError
 from meshinfer.base.ids import NodeId
 from meshinfer.base.units import KIB, format_bytes, format_seconds
-from meshinfer.mesh.coordinates import Coordinates
-from meshinfer.mesh.link_estimate import Health, Path, best_path
-from meshinfer.mesh.link_plan import Job, candidate_hosts, next_job
+from meshinfer.mesh.edge import Edge, Ends, News
+from meshinfer.mesh.link_plan import Job, candidate_hosts, is_idle, next_job
 from meshinfer.mesh.own_card import OwnCard
+from meshinfer.mesh.own_coordinate import OwnCoordinate
 from meshinfer.mesh.probe_budget import ProbeBudget
+from meshinfer.mesh.probe_channels import ProbeChannels
+from meshinfer.mesh.probe_offers import ProbeOffers
 from meshinfer.topology.card import NodeCard
 from meshinfer.topology.graph import Topology
-from meshinfer.topology.link import Link, off_the_wire
+from meshinfer.topology.link import Link
 from meshinfer.transport.base import Transport
-from meshinfer.transport.probe_channel import BULK_BYTES, LAPSE_SECONDS, PROBE_SECONDS, Measured
+from meshinfer.transport.probe_channel import BULK_BYTES, Measured
 from meshinfer.wire.codec import decode, encode
-from meshinfer.wire.messages import (
-    LINK_PROBE,
-    LINK_REPORT,
-    ChannelOffer,
-    Done,
-    LinkProbe,
-    LinkProbeOffer,
-    LinkReport,
-)
+from meshinfer.wire.messages import LINK_PROBE, LINK_REPORT, Done, LinkProbe, LinkProbeOffer, LinkReport
 
 log = logging.getLogger(__name__)
 
@@ -59,39 +52,12 @@ LEAST_BULK_BYTES = 256 * KIB
 """Both directions together: with less even a slow link's burst would be too short."""
 REFUSED_SECONDS = 5.0
 """After a node was busy with another probe, or with work."""
-RESERVED_SECONDS = LAPSE_SECONDS + PROBE_SECONDS
-"""How long an offered allowance can still be used."""
 REFRESH_SHARE = 0.25
 """Of the budget stays for links that were never measured: refreshing others does not touch it."""
 FALLBACK_SECONDS = 15.0
 """Without a word from the end that decides, the other one tries."""
 ARRIVALS_APART_SECONDS = 5.0
 """Between two reports about real frames to one node."""
-STEADY_SHARE = 0.2
-"""What is announced stands until the estimate has left it by this share: an idle mesh repeats itself word for word."""
-COORDINATES_FROM_NODES = 12
-"""Announced a little before they are needed, so that they are good by then."""
-COORDINATES_APART_SECONDS = 5.0
-
-
-class ProbeChannels(Protocol):
-    """Probes as they are made: `transport.probe_channel.ProbeDoor`, or a simulation's."""
-
-    @property
-    def certificate_der(self) -> bytes: ...
-
-    @property
-    def is_serving(self) -> bool: ...
-
-    def listening(self) -> AbstractContextManager[None]: ...
-
-    def offer(self, certificate_der: bytes, hosts: tuple[str, ...], bulk_bytes: int) -> ChannelOffer: ...
-
-    async def measure(self, peer: NodeId, offer: ChannelOffer, bulk_bytes: int) -> Measured: ...
-
-    def take_served_bytes(self) -> int: ...
-
-    def own_host_towards(self, host: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,35 +70,6 @@ class LinkProberStatistics:
     spent_bytes: int
     """In the last hour, both directions, own probes and others'."""
     reports_received: int
-
-
-@dataclass
-class _Edge:
-    """What is known of the way to one neighbour."""
-
-    since: float
-    where: tuple[tuple[str, ...], str | None, tuple[str, ...]] = ((), None, ())
-    """The other end's addresses, the connection's host, this end's addresses: what `paths` were made of."""
-    paths: dict[str, Path] = field(default_factory=dict[str, Path])
-    """By the other end's host: those that this end tries. The other end's decisions are in `told`."""
-    chosen: str | None = None
-    """The path of `paths` that is in use, if this end decides and one works."""
-    told: Path = field(default_factory=Path)
-    """As the other end reports it."""
-    told_host: str | None = None
-    """Where it is to be dialled, as it says and its card confirms."""
-    told_at: float | None = None
-    busy: bool = False
-    not_before: float = 0.0
-    health: Health = field(default_factory=Health)
-    degraded: bool = False
-    said: tuple[float, float, float, bool] = (0.0, 0.0, 0.0, False)
-    """Bandwidth, round trip, message, degraded: as announced."""
-    arrival_told_at: float = float("-inf")
-
-    @property
-    def current(self) -> Path:
-        return self.paths[self.chosen] if self.chosen else self.told
 
 
 class LinkProber:
@@ -169,23 +106,18 @@ class LinkProber:
         self._own = transport.node_id
         self._topology, self._members, self._ping_seconds = topology, members, ping_seconds
         self._on_change, self._on_drift, self._rng = on_change, on_drift, rng
-        self._edges: dict[NodeId, _Edge] = {}
+        self._edges: dict[NodeId, Edge] = {}
         """All and only members that are connected, or were a moment ago."""
         self._bytes_per_hour = bytes_per_hour
         self._budget = ProbeBudget(bytes_per_hour)
-        self._lent: list[tuple[float, int]] = []
-        """Allowances of offers to others: until when, and how much."""
+        self._offers = ProbeOffers(transport, channels, own_card, self._budget, bursting=lambda: self._bursting)
         self._jobs = 0
         self._bursting = False
         self._ended = trio.Event()
         """A probe has ended: what it found is announced, and the next one started, at once."""
-        self._coordinates = Coordinates(rng)
-        self._place_at = 0.0
-        """When the coordinate is next worked out; not with every probe that ends."""
-        self._coordinate_told_at = float("-inf")
+        self._coordinate = OwnCoordinate(own_card, rng)
         self._nursery: trio.Nursery | None = None
         self._probes = self._failed = self._reports = 0
-        transport.serve(LINK_PROBE, self._on_probe)
         transport.serve(LINK_REPORT, self._on_report)
 
     async def run(self) -> None:
@@ -206,12 +138,12 @@ class LinkProber:
 
     def complete(self, links: Iterable[Link]) -> tuple[Link, ...]:
         """`links` with what is known of the channels over them."""
-        return tuple(self._complete(link) for link in links)
+        return tuple(edge.complete(link) if (edge := self._edges.get(link.target)) else link for link in links)
 
     def best_host(self, peer: NodeId) -> str | None:
         """The address at which runners should dial `peer`'s: the verified one that both ends agree on. None: not yet."""
         edge = self._edges.get(peer)
-        return (edge.chosen or edge.told_host) if edge else None
+        return edge.host if edge else None
 
     def arrived(self, peer: NodeId, byte_count: int, seconds: float) -> None:
         """A runner here received a large frame from `peer`'s: this many bytes of its second half in this time."""
@@ -233,23 +165,21 @@ class LinkProber:
 
     def _look(self, nursery: trio.Nursery, now: float) -> None:
         """Bring everything up to date with who is here, and start what is due."""
-        self._settle(now)
+        self._offers.settle(now)
         members = set(self._members())
         gone = self._edges.keys() - members
         for peer in gone:
             del self._edges[peer]
-        self._coordinates.forget(gone)
+        self._coordinate.forget(gone)
         topology = self._topology()
         connected = self._transport.peers()
         own_addresses = self._own_card.card.addresses  # asking the system each time would be the dearest part of a look
         for peer in sorted(members & connected):
-            edge = self._edges.setdefault(peer, _Edge(now))
+            edge = self._edges.setdefault(peer, Edge(now))
             if self._decides(peer, edge, now):
                 card = topology.by_id.get(peer)
-                where = (card.addresses if card else (), self._transport.peer_host(peer), own_addresses)
-                if where != edge.where:
-                    edge.where = where
-                    _find_paths(edge)
+                addresses = card.addresses if card else ()
+                edge.lies_between(Ends(addresses, self._transport.peer_host(peer), own_addresses))
         # What was never measured comes first, so that a budget that does not reach for all is not used up by some.
         # Round trips of all come before bursts of any; a node that does not even answer calls holds up nobody.
         able = [edge for peer, edge in self._edges.items() if peer in connected and now >= edge.not_before]
@@ -260,13 +190,14 @@ class LinkProber:
             if peer in connected and not edge.busy and now >= edge.not_before:
                 self._start(nursery, peer, edge, topology.by_id.get(peer), now, all_tried=all_tried)
         self._judge(now)
-        self._place(topology, now)
+        rtts = ((peer, edge.current.rtt.value or self._ping_seconds(peer)) for peer, edge in self._edges.items())
+        self._coordinate.look(topology, rtts, now)
 
-    def _decides(self, peer: NodeId, edge: _Edge, now: float) -> bool:
+    def _decides(self, peer: NodeId, edge: Edge, now: float) -> bool:
         return self._own < peer or (edge.told_at is None and now - edge.since >= FALLBACK_SECONDS)
 
     def _start(
-        self, nursery: trio.Nursery, peer: NodeId, edge: _Edge, card: NodeCard | None, now: float, *, all_tried: bool
+        self, nursery: trio.Nursery, peer: NodeId, edge: Edge, card: NodeCard | None, now: float, *, all_tried: bool
     ) -> None:
         if self._bursting or self._jobs >= JOBS_AT_ONCE or not self._decides(peer, edge, now):
             return
@@ -277,8 +208,8 @@ class LinkProber:
             and all_tried
             and not self._channels.is_serving
             and left >= LEAST_BULK_BYTES + (0 if is_first else int(REFRESH_SHARE * self._bytes_per_hour))
-            and _is_idle(self._own_card.card)
-            and (card is None or _is_idle(card))
+            and is_idle(self._own_card.card)
+            and (card is None or is_idle(card))
         )
         job = next_job(edge.paths, edge.chosen, now, may_burst=may_burst)
         if job is not None:
@@ -286,78 +217,28 @@ class LinkProber:
             self._jobs += 1
             nursery.start_soon(self._probe, peer, edge, job, name=f"link probe {peer}")
 
-    def _settle(self, now: float) -> None:
-        """What others used of this node's allowance, and what they no longer can."""
-        self._budget.settle(0, self._channels.take_served_bytes(), now)
-        for _, lent_bytes in (lent for lent in self._lent if lent[0] <= now):
-            self._budget.settle(lent_bytes, 0, now)
-        self._lent = [lent for lent in self._lent if lent[0] > now]
-
     def _judge(self, now: float) -> None:
         """What is announced follows the estimates; a degraded edge is told of once."""
-        is_new = has_drifted = False
+        news: set[News] = set()
         for peer, edge in self._edges.items():
-            path = edge.current
-            edge.health.look(path.rtt.value, path.bandwidth_out.value, now)
-            degraded = edge.health.is_degraded(now)
-            if degraded != edge.degraded:
-                edge.degraded = degraded
+            was_degraded = edge.said.degraded
+            news.add(edge.follow(now))
+            if edge.said.degraded != was_degraded:
                 log.warning(
                     "the link to %s %s: %s/s, round trip %s",
                     self._topology().called(peer),
-                    "is worse than half of its best" if degraded else "is as good as it was again",
-                    format_bytes(path.bandwidth_out.value),
-                    format_seconds(path.rtt.value),
+                    "is as good as it was again" if was_degraded else "is worse than half of its best",
+                    format_bytes(edge.current.bandwidth_out.value),
+                    format_seconds(edge.current.rtt.value),
                 )
-            rate, rtt, message, _ = edge.said
-            now_said = (
-                _steady(rate, path.bandwidth_out.value),
-                _steady(rtt, path.rtt.value),
-                _steady(message, path.message.value),
-                degraded,
-            )
-            if now_said != edge.said:
-                is_new |= any(after and not before for before, after in zip(edge.said, now_said, strict=True))
-                edge.said, has_drifted = now_said, True
-        if is_new:
+        if "first" in news:
             self._on_change()
-        elif has_drifted:
+        elif "drift" in news:
             self._on_drift()
-
-    def _place(self, topology: Topology, now: float) -> None:
-        """Keep this node's coordinate, and announce it where there are pairs that nobody measures."""
-        if len(topology.nodes) < COORDINATES_FROM_NODES:
-            if self._own_card.card.coordinate is not None and len(topology.nodes) < COORDINATES_FROM_NODES // 2:
-                self._own_card.update(coordinate=None)
-            return
-        if now < self._place_at:
-            return
-        self._place_at = now + LOOK_SECONDS
-        for peer, edge in self._edges.items():
-            card = topology.by_id.get(peer)
-            rtt_seconds = edge.current.rtt.value or self._ping_seconds(peer)
-            if card is not None and card.coordinate is not None and rtt_seconds > 0:
-                self._coordinates.measured(peer, card.coordinate, rtt_seconds)
-        if now - self._coordinate_told_at >= COORDINATES_APART_SECONDS:
-            self._coordinate_told_at = now
-            self._own_card.update(coordinate=self._coordinates.announced())
-
-    def _complete(self, link: Link) -> Link:
-        edge = self._edges.get(link.target)
-        if edge is None:
-            return link
-        rate, rtt, message, degraded = edge.said
-        return replace(
-            link,
-            bandwidth_bytes_per_second=rate,
-            channel_rtt_seconds=off_the_wire(rtt, rate),
-            message_seconds=message,
-            degraded=degraded,
-        )
 
     # --- probing --------------------------------------------------------------------------------
 
-    async def _probe(self, peer: NodeId, edge: _Edge, job: Job) -> None:
+    async def _probe(self, peer: NodeId, edge: Edge, job: Job) -> None:
         bursts = job.kind == "bursts"
         reserved = self._budget.reserve(BULK_BYTES, trio.current_time()) if bursts else 0
         used = 0
@@ -375,7 +256,7 @@ class LinkProber:
                 self._bursting = False
             self._ended.set()
 
-    async def _measure(self, peer: NodeId, edge: _Edge, job: Job, bulk_bytes: int) -> Measured | None:
+    async def _measure(self, peer: NodeId, edge: Edge, job: Job, bulk_bytes: int) -> Measured | None:
         """One probe of one path; None if there was none."""
         ask = encode(LinkProbe(self._channels.certificate_der, bulk_bytes))
         try:
@@ -400,7 +281,7 @@ class LinkProber:
                 await self._choose(peer, edge)
             return None
 
-    async def _learn(self, peer: NodeId, edge: _Edge, job: Job, measured: Measured) -> None:
+    async def _learn(self, peer: NodeId, edge: Edge, job: Job, measured: Measured) -> None:
         now = trio.current_time()
         path = edge.paths.get(job.host)
         if path is None:  # its host is gone from the card meanwhile
@@ -416,22 +297,21 @@ class LinkProber:
             )
             await self._report(peer, self._with_hosts(report, job.host))
 
-    async def _choose(self, peer: NodeId, edge: _Edge) -> bool:
+    async def _choose(self, peer: NodeId, edge: Edge) -> bool:
         """Take the best path; whether it is another one, which then is all told already."""
-        best = best_path(edge.paths, edge.chosen)
-        if best == edge.chosen:
+        before = edge.chosen
+        if not edge.choose():
             return False
         log.info(
             "the way to %s is now by %s (was %s)",
             self._topology().called(peer),
-            best or "its connection",
-            edge.chosen or "none",
+            edge.chosen or "its connection",
+            before or "none",
         )
-        edge.chosen, edge.health = best, Health()
-        if best is not None:
-            path = edge.paths[best]
+        if edge.chosen is not None:
+            path = edge.paths[edge.chosen]
             report = LinkReport(path.bandwidth_in.value, path.rtt.value, path.message.value)
-            await self._report(peer, self._with_hosts(report, best))
+            await self._report(peer, self._with_hosts(report, edge.chosen))
         return True
 
     def _with_hosts(self, report: LinkReport, host: str) -> LinkReport:
@@ -443,27 +323,13 @@ class LinkProber:
         except MeshinferError as error:
             log.debug("%s was not told of its link: %s", peer, error)
 
-    # --- for others -----------------------------------------------------------------------------
-
-    async def _on_probe(self, caller: NodeId, payload: bytes) -> bytes:
-        ask, now = decode(LinkProbe, payload), trio.current_time()
-        bulk_bytes = 0
-        lent_lately = any(until - now > RESERVED_SECONDS - LOOK_SECONDS for until, _ in self._lent)
-        is_free = not self._bursting and not self._channels.is_serving and not lent_lately
-        if ask.bulk_bytes and is_free and _is_idle(self._own_card.card):
-            bulk_bytes = self._budget.reserve(min(ask.bulk_bytes, BULK_BYTES), now)
-            self._lent.append((now + RESERVED_SECONDS, bulk_bytes))
-        addresses = self._transport.addresses()
-        hosts = tuple(dict.fromkeys(address.rpartition(":")[0].strip("[]") for address in addresses))
-        offer = self._channels.offer(ask.certificate_der, hosts[:32], bulk_bytes)
-        log.debug("%s probes this node, with up to %d bytes of bursts", caller, bulk_bytes)
-        return encode(LinkProbeOffer(offer, bulk_bytes))
+    # --- what others report ---------------------------------------------------------------------
 
     async def _on_report(self, caller: NodeId, payload: bytes) -> bytes:
         report, now = decode(LinkReport, payload), trio.current_time()
         edge = self._edges.get(caller)
         if edge is None and caller in self._members():
-            edge = self._edges[caller] = _Edge(now)
+            edge = self._edges[caller] = Edge(now)
         if edge is not None:
             self._reports += 1
             if not report.callee_host:
@@ -472,35 +338,11 @@ class LinkProber:
                 self._take_decision(caller, edge, report, now)
         return encode(Done())
 
-    def _take_decision(self, caller: NodeId, edge: _Edge, report: LinkReport, now: float) -> None:
+    def _take_decision(self, caller: NodeId, edge: Edge, report: LinkReport, now: float) -> None:
         """The other end has decided on a pair of addresses, and says what it measured there."""
         card = self._topology().by_id.get(caller)
         known = candidate_hosts(
             card.addresses if card else (), self._transport.peer_host(caller), self._transport.addresses()
         )
         # An address that its card does not confirm is the far side of a translation: nothing that could be dialled.
-        host = report.caller_host if report.caller_host in known else None
-        if host != edge.told_host:
-            edge.told_host, edge.told, edge.health = host, Path(), Health()
-        edge.told_at = now
-        edge.told.answered(report.rtt_seconds, report.message_seconds, now)
-        if report.bandwidth_bytes_per_second:
-            edge.told.carried(report.bandwidth_bytes_per_second, 0.0, now)
-
-
-def _find_paths(edge: _Edge) -> None:
-    """An address has come or gone at either end; what is known of the others stays."""
-    hosts = candidate_hosts(*edge.where)
-    edge.paths = {host: edge.paths.get(host) or Path() for host in hosts}
-    if edge.chosen not in edge.paths:
-        edge.chosen = None
-
-
-def _is_idle(card: NodeCard) -> bool:
-    """No runner of the node works: nothing of what it sends or computes would be disturbed, or disturb."""
-    return all(seat.sessions == 0 and seat.state != "linking" and not seat.loads for seat in card.seats)
-
-
-def _steady(said: float, value: float) -> float:
-    """`said`, unless `value` has left it by more than a fifth."""
-    return value if value and abs(value - said) > STEADY_SHARE * said else said
+        edge.decided(report.caller_host if report.caller_host in known else None, report, now)

@@ -42,7 +42,7 @@ from meshinfer.mesh.far_links import FarLinks
 from meshinfer.mesh.gossip import Gossip, GossipStatistics
 from meshinfer.mesh.indirect import IndirectProbes
 from meshinfer.mesh.key_copies import KeyCopies
-from meshinfer.mesh.link_probe import LinkProber, LinkProberStatistics, ProbeChannels
+from meshinfer.mesh.link_probe import LinkProber, LinkProberStatistics
 from meshinfer.mesh.membership import Membership
 from meshinfer.mesh.membership_events import (
     Accused,
@@ -67,6 +67,7 @@ from meshinfer.mesh.membership_events import (
 )
 from meshinfer.mesh.neighbours import Wanted, wanted
 from meshinfer.mesh.own_card import MAX_OUTBIDS, OwnCard
+from meshinfer.mesh.probe_channels import ProbeChannels
 from meshinfer.mesh.prober import Prober, ProberStatistics
 from meshinfer.mesh.view import MergeResult, View, ViewStatistics
 from meshinfer.mesh.waking import Waking
