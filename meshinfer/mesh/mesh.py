@@ -2,22 +2,20 @@
 
 This is the driver that ties the room together. Facts come in from the transport (connections, gossip),
 from the prober (pings) and from discovery (hints). Each goes to the one machine that decides about
-it, and the effects are performed here:
+it, and what that one says is performed here:
 
     transport ──► events ──► membership ──► re-dial, links changed
                      └─────► gossip ──► view ──► topology
     prober ───► pings ─────► membership
     discovery ► hints ─────► connector ──► transport.dial
 
-`topology()` is derived on demand and kept until something changes: the cards of everyone alive, and
-the links among them. `changes()` wakes its readers when it has changed in substance; a link that
-drifts by a few per cent wakes nobody.
+How the topology follows from all that, and when its readers are woken, is `live_topology`; how membership runs on a
+clock that may stand still, `membership_driver`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -28,13 +26,12 @@ from typing import assert_never
 import trio
 from trio import TaskStatus
 
-from meshinfer.base.beats import next_beat, sleep_to_beat
+from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.ids import InstanceId, NodeId
-from meshinfer.base.suspension import suspended_seconds
 from meshinfer.config import PROBE_BYTES_PER_HOUR
 from meshinfer.mesh.address_book import AddressBook
 from meshinfer.mesh.announcement import Heard, sign
-from meshinfer.mesh.changes import Changes, Watch
+from meshinfer.mesh.changes import Watch
 from meshinfer.mesh.connector import Connector, ConnectorStatistics
 from meshinfer.mesh.dial_plan import DialPlan
 from meshinfer.mesh.discovery import AnotherMesh, Discovery, Hint, Self
@@ -43,7 +40,9 @@ from meshinfer.mesh.gossip import Gossip, GossipStatistics
 from meshinfer.mesh.indirect import IndirectProbes
 from meshinfer.mesh.key_copies import KeyCopies
 from meshinfer.mesh.link_probe import LinkProber, LinkProberStatistics
+from meshinfer.mesh.live_topology import LiveTopology
 from meshinfer.mesh.membership import Membership
+from meshinfer.mesh.membership_driver import MembershipDriver
 from meshinfer.mesh.membership_events import (
     Accused,
     AskOthers,
@@ -52,8 +51,6 @@ from meshinfer.mesh.membership_events import (
     Connected,
     Disconnected,
     Effect,
-    Event,
-    Late,
     LinkDoubted,
     MemberState,
     PingAnswered,
@@ -63,14 +60,12 @@ from meshinfer.mesh.membership_events import (
     RedialFailed,
     StateChanged,
     SuspectedOurselves,
-    TimePassed,
 )
 from meshinfer.mesh.neighbours import Wanted, wanted
 from meshinfer.mesh.own_card import MAX_OUTBIDS, OwnCard
 from meshinfer.mesh.probe_channels import ProbeChannels
 from meshinfer.mesh.prober import Prober, ProberStatistics
 from meshinfer.mesh.view import MergeResult, View, ViewStatistics
-from meshinfer.mesh.waking import Waking
 from meshinfer.topology.card import NodeCard, SeatState
 from meshinfer.topology.graph import Topology
 from meshinfer.topology.link import Link
@@ -94,15 +89,6 @@ HOUSEKEEPING_SECONDS = 1.0
 """How often time alone is looked at: lifetimes of announcements, doubts."""
 UPKEEP_SECONDS = 5.0
 """How often own addresses are looked up and the address book is written."""
-TICK_SECONDS = 0.25
-"""How often this node looks at least whether its own loop comes late. Costs 0.1 ms each; every ping looks too, so a
-standstill of less than this beyond the lateness below may go unseen."""
-LATE_SECONDS = 0.1
-"""Lateness that counts: a garbage collection or a signature takes a quarter of it, a loop on a starved core many times."""
-LATE_TO_TELL_SECONDS = 1.0
-"""A person is told of that. Shorter ones are many on a busy laptop, and nothing is to be done about them."""
-CHANGES_APART_SECONDS = 0.05
-"""Two wake-ups of `changes()` are at least this far apart; what happens between travels in the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +161,7 @@ class Mesh:
         self._transport, self._own_card, self._settings = transport, own_card, settings
         self._own = transport.node_id
         self._membership = Membership()
-        self._membership_news = Changes()
+        self._driver = MembershipDriver(self._membership, self._perform)
         self._view = View(sign(own_card.card, (), transport.sign))
         self._prober = Prober(transport, self._on_ping)
         self._gossip = Gossip(
@@ -189,32 +175,19 @@ class Mesh:
             on_merge=self._on_merge,
             rng=rng,
         )
-        self._indirect = IndirectProbes(transport, self._relays_for, self._tell, rng)
-        self._ticked = math.inf
-        """When this node's loop last showed that it runs; infinite before it does."""
-        self._suspended_seconds = suspended_seconds()
-        """Of the machine, when `_ticked` was set last."""
-        self._waking = Waking()
+        self._indirect = IndirectProbes(transport, self._relays_for, self._driver.tell, rng)
         self._book = AddressBook(settings.home / "address-book.json")
         plan = DialPlan(self._own, transport.addresses, rng, settings.seeds)
         self._connector = Connector(
-            transport, plan, wanted=self._wanted, on_unreachable=lambda node: self._tell(RedialFailed(node))
+            transport, plan, wanted=self._wanted, on_unreachable=lambda node: self._driver.tell(RedialFailed(node))
         )
         self._plan = plan
+        self._topology = LiveTopology(self._view, self._membership, own_card, self._connector.look_again)
         self._copies = KeyCopies(own_card, settings.home, transport.addresses, self._connector.try_once)
         self._links = self._make_prober(probes, rng) if probes is not None else None
         self._far = FarLinks(
-            transport, topology=self.topology, dial=self._connector.redial, on_more_to_tell=self._gossip.link_told
+            transport, topology=self._topology.now, dial=self._connector.redial, on_more_to_tell=self._gossip.link_told
         )
-        self._live: frozenset[NodeId] = frozenset((self._own,))
-        """As of the last look."""
-        self._topology = self._view.topology(self._live, own_card.card)
-        self._is_stale = False
-        """Something may have changed since `_topology` was made."""
-        self._substance_changed = False
-        """Something that `changes` should tell, since it last did."""
-        self._looks = Changes()
-        self._changes = Changes()
 
     # --- what others ask ------------------------------------------------------------------------
 
@@ -224,15 +197,11 @@ class Mesh:
 
     def topology(self) -> Topology:
         """Everyone alive, with this node, and the links among them, as of now."""
-        if self._is_stale:
-            self._is_stale = False
-            self._look()
-            self._topology = self._view.topology(self._live, self._own_card.card)
-        return self._topology
+        return self._topology.now()
 
     def changes(self) -> Watch:
         """A reader of topology changes: `await watch.changed()`, then look at `topology()`."""
-        return self._changes.watch()
+        return self._topology.changes.watch()
 
     def doubtful(self) -> frozenset[NodeId]:
         """Members that do not answer right now (their lid closed a second ago, or their cable was moved)."""
@@ -244,12 +213,11 @@ class Mesh:
 
     def is_waking(self) -> bool:
         """Whether this node has just come to, after others may have held it dead, and may not know yet what they did."""
-        self._tell(TimePassed())  # whoever asks may run before the clock was looked at
-        return self._waking.is_on(trio.current_time())
+        return self._driver.is_waking()
 
     def blame(self, node: NodeId) -> None:
         """The data path has lost `node`: a channel to it broke, or a step came too late. It is looked at at once."""
-        self._tell(Blamed(node))
+        self._driver.tell(Blamed(node))
 
     def members(self) -> tuple[MemberReport, ...]:
         """All other nodes known here, sorted by id; the dead and the left for some minutes."""
@@ -257,19 +225,19 @@ class Mesh:
         reports: dict[NodeId, MemberReport] = {}
         for node in self.topology().by_id:
             if node != self._own:
-                reports[node] = MemberReport(node, self._name(node), "alive", "others reach it", 0.0, False)
+                reports[node] = MemberReport(node, self._view.name(node), "alive", "others reach it", 0.0, False)
         for member in self._membership.members():
             is_rumoured = member.node in reports and member.state in ("dead", "distant")
             if not is_rumoured:
                 reports[member.node] = MemberReport(
-                    member.node, self._name(member.node), member.state, member.cause, now - member.since, True
+                    member.node, self._view.name(member.node), member.state, member.cause, now - member.since, True
                 )
         return tuple(reports[node] for node in sorted(reports))
 
     def statistics(self) -> MeshStatistics:
         return MeshStatistics(
             members=dict(Counter(member.state for member in self.members())),
-            topology_changes=self._changes.count,
+            topology_changes=self._topology.changes.count,
             view=self._view.statistics(),
             gossip=self._gossip.statistics(),
             prober=self._prober.statistics(),
@@ -307,11 +275,6 @@ class Mesh:
         """A planner's candidates go over these: have those measured soon that are not yet. Returns at once."""
         self._far.want(pairs)
 
-    async def leave(self) -> None:
-        """Tell everyone that this node goes; call it before the transport is stopped."""
-        self._own_card.update(leaving=True)
-        await self._gossip.publish()
-
     # --- what runs ------------------------------------------------------------------------------
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -328,9 +291,9 @@ class Mesh:
                 await nursery.start(self._indirect.run, name="indirect probes")
                 await self._gossip.publish()  # so that whoever connects first pulls a card with addresses
                 nursery.start_soon(self._read_events, name="transport events")
-                nursery.start_soon(self._keep_membership, name="membership")
+                nursery.start_soon(self._driver.run, name="membership")
                 nursery.start_soon(self._follow_own_card, name="own card")
-                nursery.start_soon(self._tell_changes, name="topology changes")
+                nursery.start_soon(self._topology.run, name="topology changes")
                 nursery.start_soon(self._keep_house, name="lifetimes")
                 nursery.start_soon(self._keep_up, name="addresses")
                 nursery.start_soon(self._far.run, name="far links")
@@ -346,18 +309,23 @@ class Mesh:
         finally:
             self._book.save()
 
+    async def leave(self) -> None:
+        """Tell everyone that this node goes; call it before the transport is stopped."""
+        self._own_card.update(leaving=True)
+        await self._gossip.publish()
+
     async def _read_events(self) -> None:
         async for event in self._transport.events:
             match event:
                 case PeerConnected(peer):
-                    self._tell(Connected(peer))
+                    self._driver.tell(Connected(peer))
                     self._prober.start(peer)
                     self._gossip.ask(peer)
                     self._meet(peer)
                     self._connector.look_again()
                 case PeerDisconnected(peer):
                     self._prober.stop(peer)
-                    self._tell(Disconnected(peer))
+                    self._driver.tell(Disconnected(peer))
                     self._connector.look_again()
                 case GossipReceived(author, payload):
                     self._gossip.receive(author, payload)
@@ -366,38 +334,19 @@ class Mesh:
                 case _:
                     assert_never(event)
 
-    async def _keep_membership(self) -> None:
-        watch = self._membership_news.watch()
-        self._ticked = trio.current_time()
-        while True:
-            wakeup = self._membership.next_wakeup()
-            tick = next_beat(TICK_SECONDS)
-            with trio.move_on_at(tick if wakeup is None else min(tick, wakeup)):
-                await watch.changed()
-                continue
-            self._tell(TimePassed())
-
     async def _follow_own_card(self) -> None:
         seats = _seats(self._own_card.card)
         watch = self._own_card.changes.watch()
         async for _ in watch:
             before, seats = seats, _seats(self._own_card.card)
             self._gossip.wake(urgent=seats != before)
-            self._note(substance=True)
-
-    async def _tell_changes(self) -> None:
-        async for _ in self._looks.watch():
-            self._look()
-            if self._substance_changed:
-                self._substance_changed = False
-                self._changes.notify()
-                await trio.sleep(CHANGES_APART_SECONDS)
+            self._topology.note(substance=True)
 
     async def _keep_house(self) -> None:
         while True:
             await sleep_to_beat(HOUSEKEEPING_SECONDS)
             self._view.expire(trio.current_time())
-            self._note()
+            self._topology.note()
 
     async def _keep_up(self) -> None:
         while True:
@@ -409,7 +358,7 @@ class Mesh:
     # --- what is heard --------------------------------------------------------------------------
 
     def _on_ping(self, event: PingSent | PingAnswered) -> None:
-        self._tell(event)
+        self._driver.tell(event)
         if isinstance(event, PingAnswered) and all(event.node != link.target for link in self._view.own.links):
             self._gossip.link_told()  # a new link is measured: others learn through it that this neighbour lives
 
@@ -419,19 +368,19 @@ class Mesh:
             if self._own_card.outbids == MAX_OUTBIDS:
                 self._copies.outbid_again(heard.card.addresses)
             return
-        self._tell(CardHeard(heard.author, heard.card.incarnation, heard.card.leaving))
+        self._driver.tell(CardHeard(heard.author, heard.card.incarnation, heard.card.leaving))
         if heard.author != self._own:
-            self._tell(Accused(heard.author, heard.suspects))
+            self._driver.tell(Accused(heard.author, heard.suspects))
             if self._own_card.refute(dict(heard.suspects).get(self._own, -1)):
                 log.debug("%s does not reach this node; refuted", heard.card.name)
-                self._tell(SuspectedOurselves())
+                self._driver.tell(SuspectedOurselves())
         if result == "new" and heard.author in self._transport.peers():
             self._meet(heard.author)
         if result != "refreshed":
             self._plan.learn(heard.author, heard.card.addresses, trio.current_time())
             self._connector.look_again()
             # The same again is no news: what differs (load, ages) is shown from the next housekeeping on.
-            self._note(substance=True)
+            self._topology.note(substance=True)
 
     def _on_hint(self, hint: Hint) -> None:
         if isinstance(hint, AnotherMesh):
@@ -442,75 +391,39 @@ class Mesh:
             self._plan.learn(hint.node_id, hint.addresses, trio.current_time(), fresh=True)
             self._connector.look_again()
 
-    def _tell(self, event: Event) -> None:
-        """Hand `event` to the membership machine, and perform what it says."""
-        before = self._membership.next_wakeup()
-        now = trio.current_time()
-        # Whatever comes first after a standstill: whose silence is whose is sorted out before any timer is looked at.
-        suspended = suspended_seconds()  # trio's clock does not count that
-        late = max(0.0, now - self._ticked - TICK_SECONDS) + max(0.0, suspended - self._suspended_seconds)
-        if late >= LATE_SECONDS:
-            level = logging.INFO if late >= LATE_TO_TELL_SECONDS else logging.DEBUG
-            log.log(level, "this node stood still for %.1f s", late)
-            self._waking.stood_still(late, now, in_company=bool(self._membership.vouched()))
-            self._perform(self._membership.handle(Late(late), now))
-        if self._ticked < math.inf:
-            self._ticked, self._suspended_seconds = now, suspended
-        if isinstance(event, Connected | PingAnswered):
-            self._waking.heard(now)
-        self._perform(self._membership.handle(event, now))
-        if self._membership.next_wakeup() != before:
-            self._membership_news.notify()
-
-    def _perform(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case StateChanged(node, old, new, cause):
-                    # Of one that is new, the name is not known yet: its card says it, and `_look` tells. A suspicion
-                    # that is refuted comes to nothing, and where the Wi-Fi is bad there are many.
-                    is_minor = old is None or new == "suspect" or (old, new) == ("suspect", "alive")
-                    level = logging.DEBUG if is_minor else logging.INFO
-                    log.log(level, "%s %s: %s", self._called(node), _DEEDS[new], cause)
-                    if new in ("dead", "distant", "left"):
-                        self._prober.forget(node)
-                    self._gossip.wake(urgent=True)
-                    self._connector.look_again()
-                    self._note()
-                case LinkDoubted():
-                    self._gossip.wake(urgent=True)
-                case Redial(node):
-                    self._connector.redial(node)
-                case Probe(node):
-                    self._prober.ping_now(node)
-                case AskOthers(node):
-                    self._indirect.ask(node)
-                case _:
-                    assert_never(effect)
+    def _perform(self, effect: Effect) -> None:
+        """What the membership machine says."""
+        match effect:
+            case StateChanged(node, old, new, cause):
+                # Of one that is new, the name is not known yet: its card says it, and the topology tells. A suspicion
+                # that is refuted comes to nothing, and where the Wi-Fi is bad there are many.
+                is_minor = old is None or new == "suspect" or (old, new) == ("suspect", "alive")
+                level = logging.DEBUG if is_minor else logging.INFO
+                log.log(level, "%s %s: %s", self._view.called(node), _DEEDS[new], cause)
+                if new in ("dead", "distant", "left"):
+                    self._prober.forget(node)
+                self._gossip.wake(urgent=True)
+                self._connector.look_again()
+                self._topology.note()
+            case LinkDoubted():
+                self._gossip.wake(urgent=True)
+            case Redial(node):
+                self._connector.redial(node)
+            case Probe(node):
+                self._prober.ping_now(node)
+            case AskOthers(node):
+                self._indirect.ask(node)
+            case _:
+                assert_never(effect)
 
     def _meet(self, peer: NodeId) -> None:
         """It is connected: what is known of it says where to find it again, and which start of it this is."""
         heard = self._view.get(peer)
         if heard is not None:
             self._book.remember(peer, heard.card.addresses)
-            self._tell(CardHeard(peer, heard.card.incarnation, heard.card.leaving))
+            self._driver.tell(CardHeard(peer, heard.card.incarnation, heard.card.leaving))
 
     # --- what is derived ------------------------------------------------------------------------
-
-    def _note(self, *, substance: bool = False) -> None:
-        """Something changed that the topology is made of."""
-        self._is_stale = True
-        self._substance_changed |= substance
-        self._looks.notify()
-
-    def _look(self) -> None:
-        """See who is alive now."""
-        live = self._view.live(self._membership.vouched(), self._membership.dead(), trio.current_time())
-        if live != self._live:
-            for node in sorted(live - self._live):
-                log.info("%s joined", self._called(node))
-            self._live = live
-            self._substance_changed = True
-            self._connector.look_again()
 
     def _relays_for(self, node: NodeId) -> frozenset[NodeId]:
         """Neighbours that can be asked about `node`: those that say they reach it, if any do."""
@@ -530,7 +443,7 @@ class Mesh:
             self._transport,
             probes,
             self._own_card,
-            topology=self.topology,
+            topology=self._topology.now,
             members=self._membership.vouched,
             ping_seconds=self._prober.rtt_seconds,
             on_change=self._gossip.link_told,
@@ -544,14 +457,6 @@ class Mesh:
         # node that joins thirty others would take them for strangers, and dial them all.
         present = self._view.nodes() - self._membership.dead().keys()
         return wanted(self._own, present, self._plan.nodes(), self._plan.failing(trio.current_time()))
-
-    def _name(self, node: NodeId) -> str:
-        heard = self._view.get(node)
-        return heard.card.name if heard else ""
-
-    def _called(self, node: NodeId) -> str:
-        """As people know it: by its name, if its card was heard; else by the end of its id, which differs."""
-        return self._name(node) or f"node …{node[-8:]}"
 
 
 def _seats(card: NodeCard) -> frozenset[tuple[InstanceId, int, int, SeatState]]:

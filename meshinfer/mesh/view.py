@@ -141,6 +141,15 @@ class View:
         entry = self._entries.get(node)
         return entry.heard if entry else None
 
+    def name(self, node: NodeId) -> str:
+        """As its card says; empty if none is held."""
+        heard = self.get(node)
+        return heard.card.name if heard else ""
+
+    def called(self, node: NodeId) -> str:
+        """As people know it: by its name, if its card was heard; else by the end of its id, which differs."""
+        return self.name(node) or f"node …{node[-8:]}"
+
     @property
     def count(self) -> int:
         """How many are held, with this node."""

@@ -7,7 +7,7 @@ import math
 import trio
 from whole_agents import cluster_of_small_model, simulate
 
-from meshinfer.mesh import mesh as mesh_module
+from meshinfer.mesh import membership_driver
 from meshinfer.mesh.mesh import Mesh
 from meshinfer.mesh.waking import ALONE_SECONDS, WAKING_SECONDS
 from meshinfer.planning.workload import Constraints
@@ -56,7 +56,7 @@ def test_a_node_that_has_just_come_to_leaves_its_instance_to_those_who_have_made
 def test_a_machine_that_was_suspended_is_waking_until_it_has_heard_somebody(monkeypatch) -> None:
     """The clock of all timers does not count that sleep."""
     slept = 0.0
-    monkeypatch.setattr(mesh_module, "suspended_seconds", lambda: slept)
+    monkeypatch.setattr(membership_driver, "suspended_seconds", lambda: slept)
 
     async def scenario(cluster: Cluster) -> None:
         nonlocal slept
