@@ -203,9 +203,14 @@ def _make_serving(
     files = ModelFiles(store, TextCache(settings.home / "text"), cards, transport, mesh.call)
     certificate = make_certificate()
 
-    def announce(seats: tuple[SeatReport, ...], placements: tuple[Placement, ...], promised_bytes: int) -> None:
+    def announce(
+        seats: tuple[SeatReport, ...],
+        placements: tuple[Placement, ...],
+        promised_bytes: int,
+        blocked: tuple[NodeId, ...],
+    ) -> None:
         try:
-            own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes)
+            own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes, blocked=blocked)
         except NoRoom as error:  # its seats run all the same, but the mesh sees them as they were
             log.error("%s", error)  # noqa: TRY400 - a sentence for the operator, no traceback
 

@@ -118,6 +118,8 @@ def round_trip(link: Any) -> str:
         parts.append(f"{link['loss']:.0%} lost")
     if link.get("degraded"):
         parts.append("degraded")
+    if link.get("blocked"):
+        parts.append("blocked")
     return ", ".join(parts)
 
 

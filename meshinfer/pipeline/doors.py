@@ -13,6 +13,7 @@ from meshinfer.base.errors import MeshinferError, Refused
 from meshinfer.pipeline.channel import Channel
 from meshinfer.pipeline.mailbox import Broken, Mailbox, Opened
 from meshinfer.transport.certificates import fingerprint, make_certificate
+from meshinfer.transport.dialling import Unanswered
 from meshinfer.transport.tls import MAX_EXPECTED, WELCOME, Listener, SecureSocket, dial
 from meshinfer.wire.runner_control import DialChannel, ExpectChannel, Listening, Rebind
 
@@ -68,7 +69,9 @@ class Doors:
             # Whatever it was: a seat whose dialling ends unheard waits for a minute.
             with self._lock:
                 if epoch == self._epoch:
-                    self._mailbox.put(Broken(message.role, message.to_seat, str(error)))
+                    self._mailbox.put(
+                        Broken(message.role, message.to_seat, str(error), unanswered=isinstance(error, Unanswered))
+                    )
             return
         channel = Channel(message.role, message.to_seat, fingerprint(offer.certificate_der), secure, dialled=True)
         with self._lock:

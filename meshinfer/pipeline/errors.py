@@ -9,8 +9,10 @@ from meshinfer.wire.messages import ChannelRole
 class PipelineBroken(PeerLost):
     """A neighbour, or the channel to it, is gone: no session of this instance can go on."""
 
-    def __init__(self, role: ChannelRole, seat: int, reason: str) -> None:
+    def __init__(self, role: ChannelRole, seat: int, reason: str, *, unanswered: bool = False) -> None:
+        """`unanswered`: it was dialled, and nothing came back."""
         self.role: ChannelRole = role
         self.seat = seat
         self.reason = reason
+        self.unanswered = unanswered
         super().__init__(f"seat {seat} is lost ({role}): {reason}", do="let the instance be placed anew")

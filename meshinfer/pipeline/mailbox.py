@@ -48,6 +48,8 @@ class Broken:
     seat: int
     reason: str
     channel: Channel | None = None
+    unanswered: bool = False
+    """It was dialled, and nothing came back."""
 
 
 Mail = Opened | Arrived | Broken | Rebind | OriginGone

@@ -174,9 +174,9 @@ class SeatLoop:
             case Broken("origin", _, reason, channel):
                 if channel is not None:
                     self._origin_lost(channel, reason)
-            case Broken(role, seat, reason, channel):
+            case Broken(role, seat, reason, channel, unanswered):
                 if channel is None or channel in self._seats.values():
-                    raise PipelineBroken(role, seat, reason)
+                    raise PipelineBroken(role, seat, reason, unanswered=unanswered)
             case Arrived(channel, frame):
                 if channel in self._seats.values() or self._origins.get(channel.peer) is channel:
                     self._receive(channel, frame)
@@ -326,7 +326,7 @@ class SeatLoop:
         self._broken = str(error)
         self._progress.be_idle()  # a step that could not be passed on
         log.warning("the pipeline is broken: %s", error)
-        self._tell(ChannelLost(self._load.epoch, error.role, error.seat, error.reason[:512]))
+        self._tell(ChannelLost(self._load.epoch, error.role, error.seat, error.reason[:512], error.unanswered))
         self._drop_sessions(self._broken)
         for channel in self._seats.values():
             channel.end("the pipeline is broken")

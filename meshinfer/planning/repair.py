@@ -2,7 +2,8 @@
 
 Where no seat is lost (a step was late, a channel broke, and everyone lives), the next epoch is the same placement:
 nothing is loaded at all. A seat that is to blame after all fails by itself, and is the hole of the epoch after. Unless
-two that have a channel do not see each other any more, though all others see both: then one of the two has to go.
+two that have a channel do not see each other any more, though all others see both, or one of them dials the other's
+runners in vain: then one of the two has to go, and rather the one of which more such pairs are known.
 
 A warm seat's layers are in memory already, so a placement that leaves all of them where they are
 answers again as soon as the holes are loaded; any other moves more bytes than were lost. Each hole
@@ -49,12 +50,13 @@ def repairs(
     Empty if nothing is warm, or no live node can fill a hole.
     """
     broken = broken_channels(old, topology)
-    found: list[tuple[tuple[int, bool, int, int, float, tuple[NodeId, ...]], Plan]] = []
+    found: list[tuple[tuple[int, int, bool, int, int, float, tuple[NodeId, ...]], Plan]] = []
     for holes in _holes(old, lost, broken):
         warm = {seat.node_id for index, seat in enumerate(old.seats) if index not in holes}
         # A node that has a seat already goes last: a second runner costs its overhead twice.
         order = sorted(topology.by_id, key=lambda node: (node in warm, not _holds(topology, node, card), node))
         before = [old.seats[index].node_id for index in holes]
+        left_alone = sum(not pair & {*before} for pair in topology.blocked)
         orders = [sorted(order, key=lambda node, had=had: node != had) for had in before]
         for nodes in islice(product(*orders), MAX_TRIED):
             seats = list(old.seats)
@@ -71,15 +73,14 @@ def repairs(
                 moved = [node for node, had in zip(nodes, before, strict=True) if node != had]
                 used = [seat.node_id for seat in seats]
                 doubled = any(used.count(node) > 1 for node in moved)
-                found.append(
-                    ((len(holes), doubled, fetches, len(moved), verdict.predicted_hop_seconds, nodes), verdict)
-                )
+                rank = (len(holes), left_alone, doubled, fetches, len(moved), verdict.predicted_hop_seconds, nodes)
+                found.append((rank, verdict))
     found.sort(key=lambda scored: scored[0])
     return tuple(plan for _, plan in found)
 
 
 def broken_channels(old: Placement, topology: Topology) -> frozenset[Pair]:
-    """Pairs of living nodes that have a channel in `old` and do not see each other (any more)."""
+    """Pairs of living nodes that have a channel in `old` and do not see each other (any more), or not with their runners."""
     pairs = cycle_hops([seat.node_id for seat in old.seats])
     return frozenset(
         frozenset(pair) for pair in pairs if topology.by_id.keys() >= {*pair} and not _see_each_other(topology, pair)
@@ -107,7 +108,8 @@ def _holes(old: Placement, lost: Collection[int], broken: Collection[Pair]) -> I
 
 
 def _see_each_other(topology: Topology, pair: tuple[NodeId, NodeId]) -> bool:
-    return pair in topology.link_between and pair[::-1] in topology.link_between
+    has_links = pair in topology.link_between and pair[::-1] in topology.link_between
+    return has_links and frozenset(pair) not in topology.blocked
 
 
 def _holds(topology: Topology, node: NodeId, card: ModelCard) -> bool:

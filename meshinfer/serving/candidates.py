@@ -72,12 +72,12 @@ class CandidateSource:
             if ask.placement is None:
                 if old is not None:
                     plans = [*self._repairs(card, instance_id, old.placement, old.reports, among), *plans]
-                    broken = broken_channels(old.placement, among)
-                    plans.sort(key=lambda candidate: crosses(candidate.placement, broken))
                 for ahead in loaded_ahead(instance_id, among) if old is None else ():
                     if answers(ahead, ask):
                         nothing = (None,) * len(ahead.seats)
                         plans = [*self._repairs(card, instance_id, ahead, nothing, among), *plans]
+                broken = among.blocked | (broken_channels(old.placement, among) if old is not None else frozenset())
+                plans.sort(key=lambda candidate: crosses(candidate.placement, broken))
             if plans:
                 return plans, refusals
         if rests and not is_of_use and self._candidates(ask, card, topology, old)[0]:

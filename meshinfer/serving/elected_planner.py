@@ -29,7 +29,7 @@ from meshinfer.base.errors import NoRoom, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, ModelId, NodeId, instance_id_for
 from meshinfer.base.looking import until
 from meshinfer.planning.plan import Plan, Preview
-from meshinfer.planning.repair import repairs
+from meshinfer.planning.repair import crosses, repairs
 from meshinfer.planning.workload import Constraints, Workload
 from meshinfer.serving.candidates import WARM_STATES, Candidates, CandidateSource, answers, with_memory_of, without
 from meshinfer.serving.election import elect
@@ -63,7 +63,7 @@ OUTRUN_TRIES = 3
 """How often one placing is planned that others outrun: two models that are asked for in the same tenth of a second take two,
 each of which must know what the other has taken."""
 NEWS_SECONDS = 0.3
-"""For their leases to show on the cards here: more than gossip on change takes (milliseconds, a quarter of a second at most)."""
+"""For what others have just said to show on the cards here: more than gossip on change takes (milliseconds, a quarter of a second at most)."""
 EPOCH_TRIES = 3
 """A stale epoch's refusal names the newest, so the second try is right; the third is for a race."""
 ANNOUNCE_SECONDS = 5.0
@@ -129,6 +129,7 @@ class ElectedPlanner:
 
     async def _place(self, ask: Place) -> Placed:
         async with self._alone_for(ask.model_id):
+            await self._hear_of_blocked_ways(ask.model_id)
             existing = self._existing(ask)
             if existing is not None:
                 return existing
@@ -163,6 +164,7 @@ class ElectedPlanner:
         """
         await self._back_with_the_others()
         async with self._alone_for(instance.placement.model_id):
+            await self._hear_of_blocked_ways(instance.placement.model_id)
             on_their_way = self._on_their_way(self._ports.out_of_reach())
             if any(placed.instance_id == instance.instance_id for placed in on_their_way):
                 return  # it was placed for a request, which came a moment sooner
@@ -215,6 +217,15 @@ class ElectedPlanner:
     async def _back_with_the_others(self) -> None:
         """At once, unless this node has just come to."""
         await until(lambda: not self._ports.is_waking(), LOOK_SECONDS)  # it ends with time, or when somebody is heard
+
+    async def _hear_of_blocked_ways(self, model_id: ModelId) -> None:
+        """Two seats that dialled one node in vain say so in the same tenth of a second; of only one of them it is not known
+        which end is to be replaced.
+        """
+        blocked = self._ports.topology().blocked
+        broken = (each for each in self._standing(model_id) if each.state == "broken")
+        if any(crosses(each.placement, blocked) for each in broken):
+            await trio.sleep(NEWS_SECONDS)
 
     @asynccontextmanager
     async def _alone_for(self, model_id: ModelId) -> AsyncGenerator[None]:

@@ -23,5 +23,7 @@ class HeldRunner:
     linking: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Of the task that opens the channel which this seat dials."""
     heartbeat: Heartbeat | None = None
+    loads: bool = True
+    """It has not said yet that its layers are in memory."""
     origins: Origins = field(default_factory=Origins)
     """Who has channels to it."""

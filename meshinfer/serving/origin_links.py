@@ -25,9 +25,10 @@ import trio
 from meshinfer.base.errors import DeadlineExceeded, MeshinferError, PeerLost, Refused
 from meshinfer.base.ids import InstanceId, NodeId, SessionId
 from meshinfer.serving.ports import OriginChannel, Ports
-from meshinfer.serving.reach import while_within_reach
+from meshinfer.serving.reach import dialled_in_vain, while_within_reach
 from meshinfer.serving.seat_channels import SeatChannels
 from meshinfer.serving.view import Instance
+from meshinfer.transport.dialling import Unanswered
 from meshinfer.wire.messages import OpenChannel
 from meshinfer.wire.records import CancelSession, OpenSession, RunnerRecord
 
@@ -249,10 +250,15 @@ class OriginLinks:
             instance.instance_id, instance.epoch, -1, seat_index, "origin", self._ports.origin_certificate_der
         )
         try:
-            return await self._ports.open_channel(await self._channels.ask(node, ask))
+            channel = await self._ports.open_channel(await self._channels.ask(node, ask))
+        except Unanswered:
+            dialled_in_vain(self._ports, node)
+            raise
         except (Refused, DeadlineExceeded) as error:
             what = f"seat {seat_index} of instance {instance.instance_id} is not there, on node {self._ports.called(node)}: {error}"
             raise PeerLost(what) from error
+        self._ports.blocked_ways.opened(node)
+        return channel
 
 
 def _key_of(instance: Instance) -> LinkKey:

@@ -12,6 +12,7 @@ import trio
 from meshinfer.base.ids import ModelId, NodeId
 from meshinfer.config import Settings
 from meshinfer.serving.acquaintance import Acquaintance
+from meshinfer.serving.blocked_ways import BlockedWays
 from meshinfer.serving.model_cards import ModelCards
 from meshinfer.serving.runners import Runner
 from meshinfer.serving.view import Instance, instances
@@ -63,8 +64,8 @@ class Ports:
     """A channel to it broke or a step on it is overdue: the mesh looks at it at once, instead of when its turn comes."""
     watch: Callable[[], Watch]
     """A watch on the topology, up to date at the call."""
-    announce: Callable[[tuple[SeatReport, ...], tuple[Placement, ...], int], None]
-    """Put these seats, their placements and the promised bytes on this node's card."""
+    announce: Callable[[tuple[SeatReport, ...], tuple[Placement, ...], int, tuple[NodeId, ...]], None]
+    """Put these seats, their placements, the promised bytes and the blocked ways on this node's card."""
     drain: Callable[[], object]
     """Say on this node's card that it takes nothing new from now on."""
     model_cards: ModelCards
@@ -85,6 +86,7 @@ class Ports:
     """A runner here received so many bytes of a large frame from that node's in that many seconds."""
 
     acquaintance: Acquaintance = field(default_factory=Acquaintance)
+    blocked_ways: BlockedWays = field(default_factory=BlockedWays)
 
     def channel_host(self, peer: NodeId) -> str | None:
         """An address of `peer` that is known to work, the best one; None if there is none."""

@@ -1,11 +1,13 @@
 """Who can be asked something now, and an end to waiting for one who has fallen silent.
 
 A stopped machine takes calls and dials, and answers none. Each has a deadline of its own, of seconds, since a slow
-answer is one; that the node is silent, the mesh knows sooner.
+answer is one; that the node is silent, the mesh knows sooner. That a node answers and its runners do not, only who dials
+them knows.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -16,6 +18,8 @@ from meshinfer.base.ids import NodeId
 from meshinfer.base.looking import until
 from meshinfer.serving.ports import Ports
 
+log = logging.getLogger(__name__)
+
 LOOK_SECONDS = 0.1
 """How often a node that works on an answer is looked at."""
 
@@ -25,6 +29,17 @@ T = TypeVar("T")
 def within_reach(ports: Ports) -> set[NodeId]:
     """Members that answer, and this node among those whom they answer."""
     return ports.topology().by_id.keys() - ports.doubtful() - ports.out_of_reach()
+
+
+def dialled_in_vain(ports: Ports, node: NodeId) -> None:
+    """A runner of `node` was dialled from here, and nothing came back: if its agent does answer, the way is blocked."""
+    if node in within_reach(ports):
+        log.warning(
+            "%s answers, but a runner there that was dialled does not: "
+            "a firewall there or here has to let through what this program sends, on any port",
+            ports.called(node),
+        )
+        ports.blocked_ways.unanswered(node, trio.current_time())
 
 
 async def while_within_reach(ports: Ports, node: NodeId, ask: Callable[[], Awaitable[T]]) -> T:

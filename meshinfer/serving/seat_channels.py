@@ -82,7 +82,8 @@ class SeatChannels:
             raise PeerLost("the runner is gone") from error
         own_hosts = [address.rpartition(":")[0].strip("[]") for address in self._ports.transport.addresses()]
         first = "127.0.0.1" if peer == self._ports.node_id else None
-        return ChannelOffer(_hosts(first, own_hosts), runner.listening.port, runner.listening.certificate_der, token)
+        hosts, listening = _hosts(first, own_hosts), runner.listening
+        return ChannelOffer(hosts, listening.port, listening.certificate_der, token, held.loads)
 
     async def ask(self, node: NodeId, ask: OpenChannel) -> ChannelOffer:
         """An offer of one of that node's runners; this node's own without the network.

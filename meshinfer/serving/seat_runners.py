@@ -21,8 +21,9 @@ from meshinfer.base.beats import sleep_to_beat
 from meshinfer.base.errors import MeshinferError
 from meshinfer.serving.give_way import GiveWay
 from meshinfer.serving.held_runner import HeldRunner
-from meshinfer.serving.held_seat import SeatKey
+from meshinfer.serving.held_seat import SeatKey, dialled_by
 from meshinfer.serving.ports import Ports
+from meshinfer.serving.reach import dialled_in_vain
 from meshinfer.serving.runner_watch import LOOK_SECONDS
 from meshinfer.serving.runners import Runner
 from meshinfer.serving.seat_channels import SeatChannels
@@ -216,13 +217,19 @@ class SeatRunners:
                 self._ports.frame_arrived(peer, message.byte_count, message.seconds)
             return
         if isinstance(message, Loaded):
+            held.loads = False
             log.info("seat %s: its layers are loaded, in %.2f s", held.key, message.seconds)
         if is_of_another_epoch(message, held.key):
             log.debug("seat %s: %r of another epoch came late", held.key, message)
         elif isinstance(message, Linked):
             log.info("seat %s: its channels are open", held.key)
+            _, target = dialled_by(held.placement, held.key.seat_index)
+            self._ports.blocked_ways.opened(held.placement.seats[target].node_id)
         elif isinstance(message, ChannelLost) and 0 <= message.seat < len(held.placement.seats):
-            self._ports.blame(held.placement.seats[message.seat].node_id)
+            node = held.placement.seats[message.seat].node_id
+            self._ports.blame(node)
+            if message.unanswered:
+                dialled_in_vain(self._ports, node)
         effects = self._ledger.runner_said(held.key, message, trio.current_time())
         if effects:
             self._perform_soon(effects)

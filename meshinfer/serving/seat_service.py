@@ -54,6 +54,8 @@ class SeatService:
         self._stirred = trio.Event()
         """Set when the ledger's next deadline may be another."""
         self._news = SeatNews()
+        self._blocked: tuple[NodeId, ...] = ()
+        """As announced."""
         for method, handler in (
             (LEASE, self._on_lease),
             (COMMIT, self._on_commit),
@@ -208,8 +210,10 @@ class SeatService:
         self._stirred.set()
 
     def _announce(self, *, counters: bool = False) -> None:
-        """Put the seats on the card, if they are news."""
+        """Put the seats on the card, and whom their runners dial in vain, if that is news."""
         reports, now = self._ledger.reports(), trio.current_time()
-        if self._news.is_due(reports, now, counters=counters):
+        blocked = tuple(sorted(self._ports.blocked_ways.blocked(now)))
+        if self._news.is_due(reports, now, counters=counters) or blocked != self._blocked:
             self._news.told(reports, now)
-            self._ports.announce(reports, self._ledger.placements(), self._ledger.promised_bytes)
+            self._blocked = blocked
+            self._ports.announce(reports, self._ledger.placements(), self._ledger.promised_bytes, blocked)

@@ -278,7 +278,7 @@ class Sessions:
                     no_room, no_room_since = "", math.inf
                 failing_since = failing_since if failures else trio.current_time()
                 failures += 1
-                avoid = self._ports.out_of_reach()
+                avoid = self._ports.out_of_reach() | self._no_channel_to(instance)
                 if failures > MAX_FAILURES and trio.current_time() > failing_since + FAILING_SECONDS:
                     raise
                 written = len(token_log.emitted)
@@ -286,6 +286,11 @@ class Sessions:
                 log.info("request %s goes on after %d tokens: %s", request.session_id, written, error.what)
                 events.send_nowait(Waiting("repairing", 0.0))
                 await trio.sleep(RETRY_SECONDS * min(failures, MAX_FAILURES))
+
+    def _no_channel_to(self, instance: Instance | None) -> frozenset[NodeId]:
+        """Its first and last seat's nodes, if channels do not get there from here. The way to those between is others'."""
+        ends = {instance.placement.node_ids[0], instance.placement.node_ids[-1]} if instance else frozenset[NodeId]()
+        return self._ports.blocked_ways.blocked(trio.current_time()) & ends
 
     async def _find(
         self,

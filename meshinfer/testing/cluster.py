@@ -270,8 +270,13 @@ class Cluster:
             card = self.models.get(model_id)
             return ModelInfo(card, files) if card else None
 
-        def announce(seats: tuple[SeatReport, ...], placements: tuple[Placement, ...], promised_bytes: int) -> None:
-            own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes)
+        def announce(
+            seats: tuple[SeatReport, ...],
+            placements: tuple[Placement, ...],
+            promised_bytes: int,
+            blocked: tuple[NodeId, ...],
+        ) -> None:
+            own_card.update(seats=seats, placements=placements, memory_promised_bytes=promised_bytes, blocked=blocked)
 
         async def model_path(model_id: ModelId, progress: Callable[[int, int], None]) -> Path:
             del model_id, progress

@@ -28,6 +28,7 @@ from meshinfer.testing.exact_answers import exact_token
 from meshinfer.testing.fake_channel import FakeChannel, certificate_of
 from meshinfer.testing.fake_places import MAX_RETURNING, MAX_WAITING, FakePlaces
 from meshinfer.testing.network import SimNetwork
+from meshinfer.transport.dialling import Unanswered
 from meshinfer.wire.messages import ChannelOffer, ChannelRole
 from meshinfer.wire.records import CancelSession, OpenSession, OriginRecord, SessionFailed, Token
 from meshinfer.wire.runner_control import (
@@ -58,7 +59,8 @@ UNKNOWN_PATIENCE_SECONDS = 30.0
 """Before it has seen one."""
 REHEARSED_TOKENS = 16
 """As real ones: what a runner knows of its pace before its first step."""
-DIAL_SECONDS = 5.0
+DIAL_SECONDS = 2.0
+"""For an answer of any kind; real ones wait longer for a runner that loads."""
 KEPT_SECONDS = 20.0
 """What broke off is kept so long once the pipeline is whole again, as by real ones."""
 
@@ -124,15 +126,20 @@ class FakeFabric:
         return dial
 
     async def dial(self, source: NodeId, offer: ChannelOffer) -> FakeRunner:
-        """There and back. Raises PeerLost where nobody listens or answers, or the token is not expected (any more)."""
+        """There and back.
+
+        Raises:
+            Unanswered: nothing comes back.
+            PeerLost: nobody listens, or the token is not expected (any more).
+        """
         runner = self._listeners.get(offer.port)
         if runner is not None:
             with trio.move_on_after(DIAL_SECONDS) as scope:
-                await self.network.carry(source, runner.node_id)
+                await self.network.carry(source, runner.node_id, channel=True)
                 await self.moves(runner.node_id)
-                await self.network.carry(runner.node_id, source)
+                await self.network.carry(runner.node_id, source, channel=True)
             if scope.cancelled_caught:
-                raise PeerLost(f"port {offer.port} did not answer in {DIAL_SECONDS:.0f} s")
+                raise Unanswered(f"port {offer.port} did not answer in {DIAL_SECONDS:.0f} s")
         return self.listener(offer)
 
     def listener(self, offer: ChannelOffer) -> FakeRunner:
@@ -351,7 +358,7 @@ class FakeRunner:
             await self.moves()
         except PeerLost as error:
             if self._seat is seat:
-                self._break(message.role, str(error))
+                self._break(message.role, str(error), message.to_seat, unanswered=isinstance(error, Unanswered))
             return
         if seat is not None and self._seat is seat:
             self._neighbours[message.role] = neighbour
@@ -371,21 +378,21 @@ class FakeRunner:
         """Notice at once when a neighbour that we dialled is gone."""
         while not self.dead:
             for role, neighbour in list(self._neighbours.items()):
-                if neighbour.dead and self.network.passes(neighbour.node_id, self.node_id):
+                if neighbour.dead and self.network.passes(neighbour.node_id, self.node_id, channel=True):
                     self._break(role, neighbour.dead)
-            if any(one.dead and self.network.passes(one.node_id, self.node_id) for one in self._diallers):
+            if any(one.dead and self.network.passes(one.node_id, self.node_id, channel=True) for one in self._diallers):
                 self._diallers.clear()
                 self._keep()
             await self._pause(0.02)
 
-    def _break(self, role: ChannelRole, why: str) -> None:
+    def _break(self, role: ChannelRole, why: str, seat: int = 0, *, unanswered: bool = False) -> None:
         if not self._broken:
             self._broken = True
             self._keep()
             self._neighbours.clear()
             self._drop_sessions(f"the {role} channel broke: {why}")
             assert self._seat is not None
-            self._say(ChannelLost(self._seat.epoch, role, 0, why))
+            self._say(ChannelLost(self._seat.epoch, role, seat, why, unanswered))
 
     async def _beat(self) -> None:
         while not self.dead:
@@ -491,7 +498,7 @@ class FakeRunner:
         while runner is not None and not runner.dead:
             runner.held.pop(session_id, None)
             following = runner._neighbours.get("activations")  # noqa: SLF001 - one of us
-            is_cut = following is None or not self.network.passes(runner.node_id, following.node_id)
+            is_cut = following is None or not self.network.passes(runner.node_id, following.node_id, channel=True)
             runner = None if is_cut else following
 
     def _keep(self) -> None:
@@ -515,9 +522,9 @@ class FakeRunner:
                 if self.dead or following is None:
                     return None
                 if index + 1 < stages:
-                    await self.network.carry(runner.node_id, following.node_id)
+                    await self.network.carry(runner.node_id, following.node_id, channel=True)
                 runner = following
-            await self.network.clear(runner.node_id, self.node_id)
+            await self.network.clear(runner.node_id, self.node_id, channel=True)
             self._steps_led += 1
             return runner
         await self.moves()

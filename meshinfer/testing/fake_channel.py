@@ -62,10 +62,10 @@ class FakeChannel:
         try:
             sent_at, record = await self._receive.receive()
         except (trio.EndOfChannel, trio.ClosedResourceError) as error:
-            await network.clear(there, here)  # nor does the end get past a cut
+            await network.clear(there, here, channel=True)  # nor does the end get past a cut
             raise PeerLost("the channel to the runner was closed") from error
         await sleep_until_shared(sent_at + network.latency_seconds)
-        await network.clear(there, here)
+        await network.clear(there, here, channel=True)
         return record
 
     async def aclose(self) -> None:
@@ -87,8 +87,8 @@ class FakeChannel:
         network, there, here = self.runner.network, self.origin, self.runner.node_id
         async for sent_at, record in self._asked:
             await sleep_until_shared(sent_at + network.latency_seconds)
-            await network.clear(there, here)
+            await network.clear(there, here, channel=True)
             await self.runner.moves()
             self.runner.take(record, self)
-        await network.clear(there, here)
+        await network.clear(there, here, channel=True)
         self.runner.origin_lost(self)

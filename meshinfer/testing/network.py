@@ -10,6 +10,7 @@ What it models, and how:
   floods along connections, as gossipsub does; with `gossip_loss` each delivery may be lost.
 - `cut(a, b)` lets nothing pass from a to b: connections stay open and silent, as cables do. Calls
   wait for the cut to heal (TCP sends again) or for their deadline; gossip is lost.
+- `block_channels(a, b)`: the same for runners' channels alone, as a firewall does it that knows the agents.
 - `stop(n)` is SIGSTOP as others see it: sockets stay open, nothing answers, nothing leaves. Its own
   tasks do go on, since nothing can freeze a part of one process, but all they hear is silence.
 - `copy_key(n, address)`: another process with n's identity key listens there; it says so to n, and to nobody else.
@@ -107,6 +108,8 @@ class SimNetwork:
         self._running: dict[NodeId, SimTransport] = {}
         self._connections: dict[frozenset[NodeId], _Connection] = {}
         self._cuts: set[tuple[NodeId, NodeId]] = set()
+        self._blocked: set[tuple[NodeId, NodeId]] = set()
+        """Nothing of a channel passes from the first to the second."""
         self._stopped: set[NodeId] = set()
         self._copies: dict[str, NodeId] = {}
         """Addresses at which other processes hold a node's key."""
@@ -134,9 +137,15 @@ class SimNetwork:
                 if not one_way:
                     self._cuts.add((target, source))
 
+    def block_channels(self, sources: Iterable[NodeId], targets: Iterable[NodeId]) -> None:
+        """Between any of both nothing of a runner's channels passes, either way; agents notice nothing."""
+        pairs = {(source, target) for source in sources for target in targets}
+        self._blocked |= pairs | {(target, source) for source, target in pairs}
+
     def heal(self) -> None:
-        """Every cut is mended; what waited passes now."""
+        """Every cut is mended, and no channel is blocked; what waited passes now."""
         self._cuts.clear()
+        self._blocked.clear()
         self._held.unpark_all()
 
     def disconnect(self, one: NodeId, other: NodeId) -> None:
@@ -161,18 +170,19 @@ class SimNetwork:
 
     # --- what transports ask --------------------------------------------------------------------
 
-    def passes(self, source: NodeId, target: NodeId) -> bool:
-        """Whether something sent now gets from `source` to `target`."""
-        return (source, target) not in self._cuts and not {source, target} & self._stopped
+    def passes(self, source: NodeId, target: NodeId, *, channel: bool = False) -> bool:
+        """Whether something sent now gets from `source` to `target`, on a `channel` if that is said."""
+        is_cut = (source, target) in self._cuts or (channel and (source, target) in self._blocked)
+        return not is_cut and not {source, target} & self._stopped
 
-    async def carry(self, source: NodeId, target: NodeId) -> None:
+    async def carry(self, source: NodeId, target: NodeId, *, channel: bool = False) -> None:
         """One message's way: the latency, and however long a cut or a stop holds it up."""
         await trio.sleep(self.latency_seconds)
-        await self.clear(source, target)
+        await self.clear(source, target, channel=channel)
 
-    async def clear(self, source: NodeId, target: NodeId) -> None:
+    async def clear(self, source: NodeId, target: NodeId, *, channel: bool = False) -> None:
         """Wait until something gets from `source` to `target`."""
-        while not self.passes(source, target):
+        while not self.passes(source, target, channel=channel):
             await self._held.park()
 
     def arrived(self, node: NodeId, kind: str, payload: bytes) -> None:

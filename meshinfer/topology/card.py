@@ -128,6 +128,8 @@ class NodeCard:
     """What a person must see to on this node, in words; empty if nothing."""
     draining: bool = False
     """It is about to leave: it works for what it has, gives its seats to others, and takes nothing new."""
+    blocked: Annotated[tuple[WireNodeId, ...], sized(0, 16)] = ()
+    """Nodes whose runners answered nothing when this one dialled them of late, though their agents do. Sorted."""
 
     @property
     def takes_nothing(self) -> bool:

@@ -65,6 +65,11 @@ class Topology:
         return {(link.source, link.target): link for link in self.links}
 
     @cached_property
+    def blocked(self) -> frozenset[frozenset[NodeId]]:
+        """Pairs of which one dialled the other's runners in vain."""
+        return frozenset(frozenset((card.node_id, node)) for card in self.nodes for node in card.blocked)
+
+    @cached_property
     def _access(self) -> dict[NodeId, tuple[float, float]]:
         """Per node the best bandwidth measured from it and to it: what its own attachment is at least good for."""
         best: dict[NodeId, tuple[float, float]] = {}
@@ -106,6 +111,7 @@ class Topology:
                     card.runner_overhead_bytes,
                     card.computes_float32,
                     card.takes_nothing,
+                    card.blocked,
                     tuple((model.model_id, model.digest) for model in card.models),
                     tuple((seat.instance_id, seat.epoch, seat.seat_index, seat.state) for seat in card.seats),
                     tuple((each.kind, *map(quantise, astuple(each.speed))) for each in card.speeds),
@@ -152,6 +158,7 @@ class Topology:
                         "message_us": round(link.message_seconds * 1e6, 1) or None,
                         "estimated": link.estimated,
                         "degraded": link.degraded,
+                        "blocked": link.target in card.blocked,
                     }
                     for link in self.links
                     if link.source == card.node_id

@@ -12,7 +12,15 @@ import trio
 
 from meshinfer.base.errors import MeshinferError, PeerLost, Refused
 from meshinfer.transport.certificates import Certificate, client_context
-from meshinfer.transport.tls import CONNECT_SECONDS, WELCOME, keep_alive, most_telling, retry_pauses
+from meshinfer.transport.dialling import (
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    Unanswered,
+    is_unanswered,
+    most_telling,
+    retry_pauses,
+)
+from meshinfer.transport.tls import WELCOME, keep_alive
 from meshinfer.wire.frames import Frame, FrameKind, FrameReader, encode_frame
 from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.records import MAX_RECORD_BYTES, ORIGIN_RECORDS, RUNNER_RECORDS, OriginRecord, RunnerRecord
@@ -81,7 +89,8 @@ class OriginChannel:
 async def open_origin_channel(
     offer: ChannelOffer, certificate: Certificate, *, timeout_seconds: float
 ) -> OriginChannel:
-    """Open the offered channel; the runner knows of it when this returns. Tries again until the time is up.
+    """Open the offered channel; the runner knows of it when this returns. Tries again until the time is up, as long as
+    anything is answered.
 
     Args:
         offer: from the runner's agent.
@@ -90,6 +99,7 @@ async def open_origin_channel(
         timeout_seconds: for all of it.
 
     Raises:
+        Unanswered: see `transport.tls.is_unanswered`.
         PeerLost: nothing at the offer's addresses, or somebody else, or no answer in time.
         Refused: the token did not work (used, lapsed, or meant for somebody else).
     """
@@ -105,9 +115,13 @@ async def open_origin_channel(
                     return OriginChannel(await _welcomed(plain, context, offer))
                 except (PeerLost, Refused) as error:
                     attempts.append(error)
-                except (OSError, trio.TooSlowError) as error:
-                    attempts.append(PeerLost(f"{host} port {offer.port}: {error or 'no answer'}"))
+                except trio.TooSlowError:
+                    attempts.append(Unanswered(f"{host} port {offer.port}: no answer"))
+                except OSError as error:
+                    attempts.append(PeerLost(f"{host} port {offer.port}: {error}"))
             failures = attempts
+            if is_unanswered(failures):
+                break
             await trio.sleep(pause)
     raise most_telling(failures)
 
@@ -119,6 +133,8 @@ async def _welcomed(
     welcomed = False
     try:
         keep_alive(plain.setsockopt)
+        with trio.fail_after(ANSWER_SECONDS):
+            await stream.do_handshake()
         await stream.send_all(bytes([len(offer.token)]) + offer.token)
         welcome = await stream.receive_some(len(WELCOME))
         if bytes(welcome) != WELCOME or stream.getpeercert(binary_form=True) != offer.certificate_der:

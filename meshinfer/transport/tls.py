@@ -31,11 +31,21 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshinfer.base.errors import MeshinferError, PeerLost, Refused
 from meshinfer.transport.certificates import Certificate, check_certificate, client_context, server_context
+from meshinfer.transport.dialling import (
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    LOADING_ANSWER_SECONDS,
+    Unanswered,
+    is_unanswered,
+    most_telling,
+    of_a_dial,
+    retry_pauses,
+)
 from meshinfer.wire.messages import ChannelOffer
 from meshinfer.wire.runner_control import ExpectChannel
 
@@ -47,12 +57,12 @@ MAX_EXPECTED = 256
 """Channels that have been promised but not dialled yet: every origin of a large mesh at once."""
 SEND_STALL_SECONDS = 30.0
 """A peer that takes nothing for so long is gone; shorter would mistake a long prefill for it."""
-CONNECT_SECONDS = 1.5
-"""For one address of several; a dead address must not eat the time of the next."""
-ASK_AFTER_SECONDS, ASK_EVERY_SECONDS, ASKED_TIMES = 10, 5, 3
+ASK_AFTER_SECONDS, ASK_EVERY_SECONDS, ASKED_TIMES = 3, 1, 4
 """A connection on which nothing passes is asked whether its other end still has it. A machine that slept has most likely
-been given up meanwhile (`serving.origins`), and the news was lost: it learns so within ten seconds of waking, where the
-system's own two hours would outlast any answer. Who is silent is buried by the mesh much earlier than after these 25 s.
+been given up meanwhile (`serving.origins`), and the news was lost: it learns so within three seconds of waking, where the
+system's own two hours would outlast any answer. Who is silent is buried by the mesh before these 7 s are over; who is not,
+since the mesh reaches it by another of its networks, opens the channel anew there. Raising it has an answer stand still
+when a laptop loses one network of two; a Wi-Fi that roams is away for some two to five seconds.
 """
 WELCOME = b"\x01"
 
@@ -124,11 +134,12 @@ class SecureSocket:
 def dial(offer: ChannelOffer, own: Certificate, timeout_seconds: float) -> SecureSocket:
     """Open the offered channel; returns once the other side has welcomed it.
 
-    Tries again until the time is up: a runner that is busy importing its libraries may hear of the channel
-    from its agent later than the dialler does.
+    Tries again until the time is up, as long as anything is answered: a runner that is busy importing its libraries may
+    hear of the channel from its agent later than the dialler does.
 
     Raises:
-        PeerLost: none of the offer's addresses led to the holder of its certificate in time.
+        Unanswered: see `is_unanswered`.
+        PeerLost: none of them led to the holder of its certificate in time.
         Refused: the token did not work (used, lapsed, or meant for somebody else).
         ProtocolError: the offer's certificate is none.
     """
@@ -141,32 +152,18 @@ def dial(offer: ChannelOffer, own: Certificate, timeout_seconds: float) -> Secur
                 return _open_at(host, context, offer, max(0.1, deadline - time.monotonic()))
             except (PeerLost, Refused) as error:
                 failures.append(error)
-        if time.monotonic() + pause >= deadline:
+        if is_unanswered(failures) or time.monotonic() + pause >= deadline:
             raise most_telling(failures)
         # Not `time.sleep`: libfaketime, with which wrong clocks are tested, makes that an invalid argument.
         threading.Event().wait(pause)
     raise AssertionError("there is always another pause")
 
 
-def retry_pauses() -> Iterator[float]:
-    """Seconds between attempts to open a channel, for ever: 0.05, 0.1, 0.2, 0.4 and then 0.5 each."""
-    pause = 0.05
-    while True:
-        yield pause
-        pause = min(0.5, 2 * pause)
-
-
-def most_telling(failures: Sequence[MeshinferError]) -> MeshinferError:
-    """One error for what was tried: who answered and refused matters more than who did not answer."""
-    refusal = next((failure for failure in failures if isinstance(failure, Refused)), None)
-    return refusal or PeerLost(f"no channel: {'; '.join(failure.args[0] for failure in failures)}")
-
-
 def _open_at(host: str, context: ssl.SSLContext, offer: ChannelOffer, timeout_seconds: float) -> SecureSocket:
     try:
         plain = socket.create_connection((host, offer.port), min(timeout_seconds, CONNECT_SECONDS))
     except OSError as error:
-        raise PeerLost(f"{host} port {offer.port}: {error}") from error
+        raise of_a_dial(error)(f"{host} port {offer.port}: {error}") from error
     try:
         return _open(plain, context, offer, timeout_seconds)
     except OSError as error:
@@ -178,7 +175,7 @@ def _open(plain: socket.socket, context: ssl.SSLContext, offer: ChannelOffer, ti
     tls = _wrap(plain, context, server_side=False)
     welcomed = False
     try:
-        _shake_hands(tls, timeout_seconds)
+        _shake_hands(tls, min(timeout_seconds, LOADING_ANSWER_SECONDS if offer.loads else ANSWER_SECONDS))
         peer_der = tls.getpeercert(binary_form=True)
         secure = SecureSocket(tls)
         secure.send_all(bytes([len(offer.token)]) + offer.token, timeout_seconds)
@@ -227,7 +224,7 @@ def _shake_hands(tls: ssl.SSLSocket, timeout_seconds: float) -> None:
             ready.register(tls.fileno(), select.POLLOUT)
         wait = (deadline - time.monotonic()) * 1000
         if wait <= 0 or not ready.poll(wait):
-            raise PeerLost(f"the handshake took more than {timeout_seconds:.1f} s")
+            raise Unanswered(f"the handshake took more than {timeout_seconds:.1f} s")
 
 
 # --- accepting ----------------------------------------------------------------------------------

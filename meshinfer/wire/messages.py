@@ -222,6 +222,8 @@ class ChannelOffer:
     port: Annotated[int, between(1, 65535)]
     certificate_der: Annotated[bytes, sized(1, 4096)]
     token: Annotated[bytes, sized(16, 64)]
+    loads: bool = False
+    """Its process reads layers, and may answer late."""
 
 
 # --- links --------------------------------------------------------------------------------------

@@ -161,6 +161,8 @@ class ChannelLost:
     role: ChannelRole
     seat: Annotated[int, between(-1, 255)]
     reason: Annotated[str, sized(0, 512)]
+    unanswered: bool = False
+    """It never was open: that seat was dialled, and nothing came back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,26 @@ def test_of_two_that_have_a_channel_and_do_not_see_each_other_one_goes(cut: str)
     assert {seat.node_id for seat in found[0].placement.seats} > {"d"}
 
 
+def blocked(topology: Topology, **ways: str) -> Topology:
+    """Each named node dialled the runners of those in vain."""
+    cards = [replace(card, blocked=tuple(map(NodeId, ways.get(card.node_id, "")))) for card in topology.nodes]
+    return Topology.of(cards, topology.links)
+
+
+@pytest.mark.parametrize("ways", [{"a": "b", "c": "a"}, {"a": "bc"}, {"a": "b", "d": "a"}])
+def test_whom_several_dial_in_vain_is_replaced(ways: dict[str, str]) -> None:
+    """`d` has no seat: what it says of `a` counts too."""
+    found = repairs(in_turn(*"abc"), [], blocked(mesh(*"abcdef"), **ways), CARD)
+    assert found[0].placement.node_ids[1:] == tuple("bc")
+    assert found[0].placement.node_ids[0] in {"d", "e", "f"}
+
+
+def test_a_way_that_is_blocked_is_gone_round_in_either_direction() -> None:
+    for ways in ({"a": "b"}, {"b": "a"}):
+        for plan in repairs(in_turn(*"abc"), [], blocked(mesh(*"abcd"), **ways), CARD):
+            assert not crosses(plan.placement, [frozenset(map(NodeId, "ab"))])
+
+
 def test_of_those_that_are_apart_who_is_lost_anyway_goes() -> None:
     found = repairs(in_turn(*"abc"), [1], mesh(*"abcd", cut=frozenset("ab")), CARD)
     assert found[0].placement.node_ids == tuple("adc")

@@ -7,6 +7,9 @@ import queue
 import socket
 import ssl
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from meshinfer.transport.certificates import (
     make_certificate,
     server_context,
 )
+from meshinfer.transport.dialling import Unanswered
 from meshinfer.transport.origin import PIECE_BYTES, STALL_SECONDS, OriginChannel, open_origin_channel
 from meshinfer.transport.tls import ASK_AFTER_SECONDS, MAX_HANDSHAKES, WELCOME, Listener, SecureSocket, dial
 from meshinfer.wire.frames import Frame, FrameKind, encode_frame
@@ -134,6 +138,50 @@ def test_a_silent_connection_is_asked_for_within_seconds_at_both_ends(host: Host
         await channel.aclose()
 
     trio.run(be_origin)
+
+
+def silent() -> socket.socket:
+    """As behind a firewall, or a proxy: the connection is made, and nothing comes back."""
+    deaf = socket.socket()
+    deaf.bind(("127.0.0.1", 0))
+    deaf.listen(8)
+    return deaf
+
+
+def open_as_runner(offer: ChannelOffer, own: Certificate) -> None:
+    dial(offer, own, PATIENCE)
+
+
+def open_as_origin(offer: ChannelOffer, own: Certificate) -> None:
+    async def be_origin() -> None:
+        await open_origin_channel(offer, own, timeout_seconds=PATIENCE)
+
+    trio.run(be_origin)
+
+
+@pytest.mark.parametrize("open_channel", [open_as_runner, open_as_origin])
+def test_who_hears_nothing_at_all_says_so_long_before_its_time_is_up(
+    host: Host, open_channel: Callable[[ChannelOffer, Certificate], None]
+):
+    me = make_certificate()
+    with silent() as deaf:
+        offer = replace(host.expect(me), port=deaf.getsockname()[1])
+        begun = time.monotonic()
+        # At the second address somebody refuses: that is no answer of whom it was to reach.
+        with pytest.raises(Unanswered):
+            open_channel(replace(offer, hosts=("127.0.0.1", "127.0.0.2")), me)
+        assert time.monotonic() - begun < PATIENCE / 2
+        with pytest.raises(Unanswered):
+            dial(replace(offer, loads=True), me, IN_VAIN)
+
+
+def test_a_refusal_is_an_answer_and_so_is_a_closed_door(host: Host):
+    me = make_certificate()
+    with silent() as deaf:
+        port = deaf.getsockname()[1]
+    with pytest.raises(PeerLost) as nobody:
+        dial(replace(host.expect(me), port=port), me, IN_VAIN)
+    assert not isinstance(nobody.value, Unanswered)
 
 
 def test_a_token_works_once(host: Host):

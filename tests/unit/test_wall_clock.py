@@ -18,6 +18,7 @@ MAY_READ_IT = {
     "serving/text.py": "for chat templates that tell the model today's date",
     "testing/chaos_agents.py": "to read logs",
     "testing/clocks.py": "to show simulated nodes another",
+    "testing/repair_story.py": "to read logs",
     "transport/libp2p/hardening.py": "pubsub's numbers need only be others after each start of a node",
 }
 READS_IT = re.compile(r"\btime\.(time|time_ns|localtime|gmtime|ctime)\b|\b(datetime|date)\.(now|utcnow|today)\b")
