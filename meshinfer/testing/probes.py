@@ -1,6 +1,6 @@
 """Probes of a simulated network: the truth about each link, and noise, on trio's clock.
 
-The counterpart of `transport.probe_channel.ProbeDoor`, behind the same door (`mesh.link_probe.ProbeChannels`):
+The counterpart of `transport.probe_channel.ProbeDoor`, behind the same door (`mesh.probe_channels.ProbeChannels`):
 offers lapse on use, bursts cost bytes at both ends and take the time that they would take, a host that leads nowhere
 costs a timeout. Chance comes from the `rng` given.
 """
