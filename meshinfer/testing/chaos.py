@@ -87,7 +87,7 @@ step clocks: its wall clock steps by an hour, ahead or back.
 Of real machines only: starve runner: the kernel kills it for want of memory; refuse memory: it gets no more of it;
 slow down: its cable carries 200 kbit/s; fill disk: no byte more can be written in its home. … lines: its
 control connections (not those of its runners) suffer that from a fault proxy, both ways. … channels: those of its runners
-do, and those that its own clients' answers come by."""
+do, and those that its own clients' answers come by (of these, the simulation has the stall)."""
 OF_RUNNERS: frozenset[Deed] = frozenset(
     ("kill runner", "freeze runner", "hang runner", "starve runner", "refuse memory")
 )
@@ -225,6 +225,10 @@ def scenarios() -> tuple[Scenario, ...]:
     for part, following in NEIGHBOURS:
         for deed, how in BETWEEN.items():
             found.append(Scenario(f"{how.format(part, following)} for 10 s", (Fault(deed, part, seconds=10.0),)))
+    for part in ("head", "last"):  # as a firewall does it that knows the agents and not their runners
+        stalled = (Fault("stall channels", part, seconds=10.0),)
+        found.append(Scenario(f"stall channels of {part} for 10 s", stalled))
+        found.append(Scenario(f"stall channels of {part} for 10 s in a long answer", stalled, nodes=6, outlasts=True))
     lost = (Fault("kill", "middle"),)
     for part in ("middle", "planner"):
         for way, skew in (("ahead", HOUR_SECONDS), ("behind", -HOUR_SECONDS)):
@@ -258,7 +262,6 @@ def machine_scenarios() -> tuple[Scenario, ...]:
         "delay channels",
         "throttle channels",
         "corrupt channels",
-        "stall channels",
         "drop channels",
     )
     broken: tuple[Deed, ...] = ("half-close channels", "reset channels")

@@ -407,6 +407,8 @@ class _Run:
                 network.cut([node.node_id], [self.cast.after(node.node_id)], one_way=True)
             case "deafen to next":
                 network.cut([self.cast.after(node.node_id)], [node.node_id], one_way=True)
+            case "stall channels":
+                network.block_channels([node.node_id], everyone)
             case "split":
                 rest = self.rng.sample(everyone, len(everyone) + 1 - self.scenario.stages)
                 network.cut(rest, [other for other in (*everyone, node.node_id) if other not in rest])
