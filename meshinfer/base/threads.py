@@ -1,7 +1,8 @@
 """A process does not live on without one of its threads.
 
-A thread that reads or writes a channel, and is refused memory, ends; its channel stays open, and everybody waits for
-what it will never bring. Python only prints the exception. So the whole process ends, which its agent knows at once.
+A thread that is refused memory ends, and cannot be relied on to say so first; Python prints the exception and goes on,
+and everybody waits for what that thread will never bring. So the whole process ends, which its agent knows at once. Of
+any other mishap a thread tells whoever waits for it (`pipeline.channel`): a stranger's bytes must not end a process.
 """
 
 from __future__ import annotations

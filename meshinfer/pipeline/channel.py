@@ -124,6 +124,9 @@ class Channel:
             work()
         except (MeshinferError, OSError, ValueError) as error:  # ValueError: closed under our hands
             self.end(str(error) or type(error).__name__)
+        except BaseException as error:  # unforeseen: still nobody may wait for what this thread will never bring
+            self.end(f"its thread ended: {error!r}")
+            raise
         else:
             self.end(self._finish_reason or "the peer closed it")
         with self._lock:

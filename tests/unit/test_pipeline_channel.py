@@ -74,6 +74,22 @@ def test_large_and_small_frames_arrive_as_they_were(pair: Pair):
     assert not out.send(frames[0])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("mishap", [KeyError("a bug"), MemoryError()])
+def test_whatever_ends_its_thread_ends_the_channel(pair: Pair, mishap: Exception):
+    """Else it would look sound, and everybody would wait for what comes no more."""
+
+    def deliver(_frame: Frame) -> None:
+        raise mishap
+
+    sender, receiver = Seen(), Seen()
+    out = started("activations", pair.mine, dialled=True, seen=sender)
+    Channel("activations", 0, "peer", pair.theirs, dialled=False).start(1 << 24, deliver, receiver.ends.put)
+    out.send(Frame(FrameKind.STEP, 1, 1, b""))
+    assert type(mishap).__name__ in receiver.ends.get(timeout=PATIENCE)
+    assert sender.ends.get(timeout=PATIENCE)
+
+
 def test_what_waits_is_sent_before_it_finishes(pair: Pair):
     sender = Seen()
     channel = started("origin", pair.mine, dialled=True, seen=sender)
