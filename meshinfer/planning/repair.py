@@ -33,7 +33,8 @@ some 0.1 ms; more holes than that are better planned anew."""
 
 MAX_TORN = 64
 """Ways to choose one of each two that are apart: all for six such pairs."""
-Pair = frozenset[NodeId]
+Hop = tuple[NodeId, NodeId]
+"""In the direction in which a channel is dialled and tokens travel."""
 
 
 def repairs(
@@ -56,7 +57,8 @@ def repairs(
         # A node that has a seat already goes last: a second runner costs its overhead twice.
         order = sorted(topology.by_id, key=lambda node: (node in warm, not _holds(topology, node, card), node))
         before = [old.seats[index].node_id for index in holes]
-        left_alone = sum(not pair & {*before} for pair in topology.blocked)
+        goes = {*before}
+        left_alone = sum(goes.isdisjoint(hop) for hop in topology.blocked)
         orders = [sorted(order, key=lambda node, had=had: node != had) for had in before]
         for nodes in islice(product(*orders), MAX_TRIED):
             seats = list(old.seats)
@@ -79,37 +81,37 @@ def repairs(
     return tuple(plan for _, plan in found)
 
 
-def broken_channels(old: Placement, topology: Topology) -> frozenset[Pair]:
-    """Pairs of living nodes that have a channel in `old` and do not see each other (any more), or not with their runners."""
-    pairs = cycle_hops([seat.node_id for seat in old.seats])
-    return frozenset(
-        frozenset(pair) for pair in pairs if topology.by_id.keys() >= {*pair} and not _see_each_other(topology, pair)
-    )
-
-
-def crosses(placement: Placement, broken: Collection[Pair]) -> bool:
-    """Whether one of its channels is between two of `broken`. The last stage and the head have one, too: over it each
-    token comes back.
+def broken_channels(old: Placement, topology: Topology) -> frozenset[Hop]:
+    """Hops of `old` between living nodes that do not see each other (any more), both ways, or whose runners are dialled in
+    vain, that way.
     """
-    return any(frozenset(pair) in broken for pair in cycle_hops([seat.node_id for seat in placement.seats]))
+    hops = cycle_hops([seat.node_id for seat in old.seats])
+    torn = {hop for hop in hops if topology.by_id.keys() >= {*hop} and not _see_each_other(topology, hop)}
+    return frozenset({*torn, *((target, source) for source, target in torn), *topology.blocked.intersection(hops)})
 
 
-def _holes(old: Placement, lost: Collection[int], broken: Collection[Pair]) -> Iterator[tuple[int, ...]]:
-    """Sets of seats to fill: those that are lost, and of each two that do not see each other the one or the other."""
+def crosses(placement: Placement, broken: Collection[Hop]) -> bool:
+    """Whether one of its channels is one of `broken`. The last stage and the head have one, too: over it each token comes
+    back.
+    """
+    return any(hop in broken for hop in cycle_hops([seat.node_id for seat in placement.seats]))
+
+
+def _holes(old: Placement, lost: Collection[int], broken: Collection[Hop]) -> Iterator[tuple[int, ...]]:
+    """Sets of seats to fill: those that are lost, and of each two with a broken channel the one or the other."""
     count = len(old.seats)
     torn = [
         (index, (index + 1) % count)
         for index in range(count)
-        if frozenset((old.seats[index].node_id, old.seats[(index + 1) % count].node_id)) in broken
+        if (old.seats[index].node_id, old.seats[(index + 1) % count].node_id) in broken
     ]
     apart = [pair for pair in torn if not {*pair} & {*lost}]
     choices = {tuple(sorted({*lost, *chosen})) for chosen in islice(product(*apart), MAX_TORN)}
     return (holes for holes in sorted(choices) if len(holes) < count)
 
 
-def _see_each_other(topology: Topology, pair: tuple[NodeId, NodeId]) -> bool:
-    has_links = pair in topology.link_between and pair[::-1] in topology.link_between
-    return has_links and frozenset(pair) not in topology.blocked
+def _see_each_other(topology: Topology, hop: Hop) -> bool:
+    return hop in topology.link_between and hop[::-1] in topology.link_between
 
 
 def _holds(topology: Topology, node: NodeId, card: ModelCard) -> bool:

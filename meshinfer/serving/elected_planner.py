@@ -128,8 +128,8 @@ class ElectedPlanner:
         return await self._place(ask)
 
     async def _place(self, ask: Place) -> Placed:
+        await self._hear_of_blocked_ways(ask.model_id)  # whoever waits for that keeps no other waiting
         async with self._alone_for(ask.model_id):
-            await self._hear_of_blocked_ways(ask.model_id)
             existing = self._existing(ask)
             if existing is not None:
                 return existing
@@ -163,8 +163,8 @@ class ElectedPlanner:
             Refused: it was deleted meanwhile.
         """
         await self._back_with_the_others()
+        await self._hear_of_blocked_ways(instance.placement.model_id)
         async with self._alone_for(instance.placement.model_id):
-            await self._hear_of_blocked_ways(instance.placement.model_id)
             on_their_way = self._on_their_way(self._ports.out_of_reach())
             if any(placed.instance_id == instance.instance_id for placed in on_their_way):
                 return  # it was placed for a request, which came a moment sooner
@@ -193,7 +193,8 @@ class ElectedPlanner:
             others = without(silent | {leaving}, with_memory_of(self._ports.topology(), instance.instance_id))
             plans = repairs(instance.placement, theirs, others, info.card, prefill_chunk_tokens=chunk)
             preview = self._candidates.preview(others, info.card, workload, Constraints())
-            return [*plans, *preview.plans], preview.refusals
+            in_order = sorted([*plans, *preview.plans], key=lambda each: crosses(each.placement, others.blocked))
+            return in_order, preview.refusals
 
         return await self._make(instance.instance_id, instance.epoch + 1, candidates, is_repair=True, going_on=instance)
 

@@ -33,7 +33,7 @@ def within_reach(ports: Ports) -> set[NodeId]:
 
 def dialled_in_vain(ports: Ports, node: NodeId) -> None:
     """A runner of `node` was dialled from here, and nothing came back: if its agent does answer, the way is blocked."""
-    if node in within_reach(ports):
+    if node in within_reach(ports) - {ports.node_id}:
         log.warning(
             "%s answers, but a runner there that was dialled does not: "
             "a firewall there or here has to let through what this program sends, on any port",

@@ -1,6 +1,6 @@
-"""When this node tells the others of its seats anew. Pure.
+"""When this node tells the others of its seats anew, and of the ways that are blocked. Pure.
 
-What happens to a seat is news at once. How far a load has come changes all the time, and an announcement for its sake
+What happens to a seat, or to a way, is news at once. How far a load has come changes all the time, and an announcement for its sake
 may hold up the one that matters: that waits. What only counts (sessions, resident bytes) goes on the card every now and
 then (others hear it with this node's next announcement).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from meshinfer.base.ids import NodeId
 from meshinfer.topology.card import SeatReport
 
 PROGRESS_SECONDS = 1.0
@@ -26,17 +27,21 @@ class SeatNews:
         self._told_at = -math.inf
         self._counted: tuple[SeatReport, ...] | None = None
         """The last announcement as it was."""
+        self._blocked: tuple[NodeId, ...] = ()
 
-    def is_due(self, reports: tuple[SeatReport, ...], now: float, *, counters: bool = False) -> bool:
+    def is_due(
+        self, reports: tuple[SeatReport, ...], blocked: tuple[NodeId, ...], now: float, *, counters: bool = False
+    ) -> bool:
         """Whether these are to be announced; with `counters`, also for what only counts."""
         has_time = now >= self._told_at + PROGRESS_SECONDS
         what_happened = tuple(report.substance if has_time else _without_progress(report) for report in reports)
-        return what_happened not in self._told or (counters and reports != self._counted)
+        is_news = what_happened not in self._told or blocked != self._blocked
+        return is_news or (counters and reports != self._counted)
 
-    def told(self, reports: tuple[SeatReport, ...], now: float) -> None:
+    def told(self, reports: tuple[SeatReport, ...], blocked: tuple[NodeId, ...], now: float) -> None:
         """These have been announced."""
         self._told = (tuple(report.substance for report in reports), tuple(map(_without_progress, reports)))
-        self._told_at, self._counted = now, reports
+        self._told_at, self._counted, self._blocked = now, reports, blocked
 
 
 def _without_progress(report: SeatReport) -> SeatReport:

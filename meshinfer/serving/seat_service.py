@@ -54,8 +54,6 @@ class SeatService:
         self._stirred = trio.Event()
         """Set when the ledger's next deadline may be another."""
         self._news = SeatNews()
-        self._blocked: tuple[NodeId, ...] = ()
-        """As announced."""
         for method, handler in (
             (LEASE, self._on_lease),
             (COMMIT, self._on_commit),
@@ -213,7 +211,6 @@ class SeatService:
         """Put the seats on the card, and whom their runners dial in vain, if that is news."""
         reports, now = self._ledger.reports(), trio.current_time()
         blocked = tuple(sorted(self._ports.blocked_ways.blocked(now)))
-        if self._news.is_due(reports, now, counters=counters) or blocked != self._blocked:
-            self._news.told(reports, now)
-            self._blocked = blocked
+        if self._news.is_due(reports, blocked, now, counters=counters):
+            self._news.told(reports, blocked, now)
             self._ports.announce(reports, self._ledger.placements(), self._ledger.promised_bytes, blocked)

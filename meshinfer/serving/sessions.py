@@ -278,7 +278,9 @@ class Sessions:
                     no_room, no_room_since = "", math.inf
                 failing_since = failing_since if failures else trio.current_time()
                 failures += 1
-                avoid = self._ports.out_of_reach() | self._no_channel_to(instance)
+                avoid = self._ports.out_of_reach()
+                if failures > 1:  # others may use what one dial in vain is no reason to move
+                    avoid |= self._no_channel_to(instance)
                 if failures > MAX_FAILURES and trio.current_time() > failing_since + FAILING_SECONDS:
                     raise
                 written = len(token_log.emitted)

@@ -65,9 +65,9 @@ class Topology:
         return {(link.source, link.target): link for link in self.links}
 
     @cached_property
-    def blocked(self) -> frozenset[frozenset[NodeId]]:
-        """Pairs of which one dialled the other's runners in vain."""
-        return frozenset(frozenset((card.node_id, node)) for card in self.nodes for node in card.blocked)
+    def blocked(self) -> frozenset[tuple[NodeId, NodeId]]:
+        """Which node dialled which one's runners in vain. The other way round a channel may well open."""
+        return frozenset((card.node_id, node) for card in self.nodes for node in card.blocked if node in self.by_id)
 
     @cached_property
     def _access(self) -> dict[NodeId, tuple[float, float]]:

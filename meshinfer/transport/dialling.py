@@ -11,14 +11,16 @@ from collections.abc import Iterator, Sequence
 from meshinfer.base.errors import MeshinferError, PeerLost, Refused
 
 CONNECT_SECONDS = 1.5
-"""For one address of several; a dead address must not eat the time of the next."""
+"""For one address; a dead one must not eat the time of the next."""
 ANSWER_SECONDS = 2.0
-"""From a connection to the end of its handshake: 10 ms on a LAN, and room for one segment that is lost and sent again (1 s).
-A firewall that lets agents through and not their runners answers nothing; raising this has answers wait for it."""
+"""For the end of a handshake: 10 ms on a LAN, and room for one segment that is lost and sent again (1 s). Also for how long
+a dial is tried at least before it is said that nothing answers: a firewall that lets agents through and not their runners
+answers nothing, and raising this has answers wait for it."""
 LOADING_ANSWER_SECONDS = 6.0
 """The same of a runner that reads layers, which may be silent for 5.25 s before its own agent gives it up."""
 
-_NO_WAY = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+_NO_WAY = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH})
+"""Not ENETUNREACH: that is this machine's own kernel, while its Wi-Fi has no address."""
 
 
 class Unanswered(PeerLost):
@@ -34,8 +36,8 @@ def retry_pauses() -> Iterator[float]:
 
 
 def is_unanswered(failures: Sequence[MeshinferError]) -> bool:
-    """Whether the first address answered nothing at all: that is where the agents reach each other, if they do. At others
-    (of a bridge that every machine has, say) a stranger may refuse, or this machine itself.
+    """Whether in this round the first address answered nothing: that is where the agents reach each other, if they do. At
+    others (of a bridge that every machine has, say) a stranger may refuse, or this machine itself.
     """
     return isinstance(failures[0], Unanswered)
 

@@ -18,6 +18,7 @@ from meshinfer.transport.dialling import (
     Unanswered,
     is_unanswered,
     most_telling,
+    of_a_dial,
     retry_pauses,
 )
 from meshinfer.transport.tls import WELCOME, keep_alive
@@ -99,16 +100,18 @@ async def open_origin_channel(
         timeout_seconds: for all of it.
 
     Raises:
-        Unanswered: see `transport.tls.is_unanswered`.
+        Unanswered: see `transport.dialling.is_unanswered`.
         PeerLost: nothing at the offer's addresses, or somebody else, or no answer in time.
         Refused: the token did not work (used, lapsed, or meant for somebody else).
     """
     context = client_context(certificate, offer.certificate_der)
     failures: list[MeshinferError] = [PeerLost("no answer in time")]
+    began = trio.current_time()
     with trio.move_on_after(timeout_seconds):
         for pause in retry_pauses():
             attempts: list[MeshinferError] = []
             for host in offer.hosts:
+                failures = attempts or failures  # the time may be up before this round is
                 try:
                     with trio.fail_after(CONNECT_SECONDS):
                         plain = await trio.open_tcp_stream(host, offer.port)
@@ -118,9 +121,11 @@ async def open_origin_channel(
                 except trio.TooSlowError:
                     attempts.append(Unanswered(f"{host} port {offer.port}: no answer"))
                 except OSError as error:
-                    attempts.append(PeerLost(f"{host} port {offer.port}: {error}"))
+                    cause = error.__cause__  # what trio says itself has no number
+                    kind = of_a_dial(cause if isinstance(cause, OSError) else error)
+                    attempts.append(kind(f"{host} port {offer.port}: {error}"))
             failures = attempts
-            if is_unanswered(failures):
+            if is_unanswered(failures) and trio.current_time() >= began + ANSWER_SECONDS:
                 break
             await trio.sleep(pause)
     raise most_telling(failures)

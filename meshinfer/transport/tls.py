@@ -138,12 +138,13 @@ def dial(offer: ChannelOffer, own: Certificate, timeout_seconds: float) -> Secur
     hear of the channel from its agent later than the dialler does.
 
     Raises:
-        Unanswered: see `is_unanswered`.
+        Unanswered: see `transport.dialling.is_unanswered`.
         PeerLost: none of them led to the holder of its certificate in time.
         Refused: the token did not work (used, lapsed, or meant for somebody else).
         ProtocolError: the offer's certificate is none.
     """
-    deadline = time.monotonic() + timeout_seconds
+    began = time.monotonic()
+    deadline = began + timeout_seconds
     context = client_context(own, offer.certificate_der)
     for pause in retry_pauses():
         failures: list[MeshinferError] = []
@@ -152,7 +153,8 @@ def dial(offer: ChannelOffer, own: Certificate, timeout_seconds: float) -> Secur
                 return _open_at(host, context, offer, max(0.1, deadline - time.monotonic()))
             except (PeerLost, Refused) as error:
                 failures.append(error)
-        if is_unanswered(failures) or time.monotonic() + pause >= deadline:
+        now = time.monotonic()
+        if now + pause >= deadline or (is_unanswered(failures) and now >= began + ANSWER_SECONDS):
             raise most_telling(failures)
         # Not `time.sleep`: libfaketime, with which wrong clocks are tested, makes that an invalid argument.
         threading.Event().wait(pause)

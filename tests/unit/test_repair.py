@@ -47,7 +47,8 @@ def test_of_two_that_have_a_channel_and_do_not_see_each_other_one_goes(cut: str)
     old = in_turn(*"abc")
     found = repairs(old, [], mesh(*"abcd", cut=frozenset(cut)), CARD)
     for plan in found:
-        assert not crosses(plan.placement, [frozenset(NodeId(name) for name in cut)])
+        one, other = map(NodeId, cut)
+        assert not crosses(plan.placement, [(one, other), (other, one)])
         moved = [now.node_id for was, now in zip(old.seats, plan.placement.seats, strict=True) if was != now]
         assert len(moved) == 1, "all others stay warm"
     assert {seat.node_id for seat in found[0].placement.seats} > {"d"}
@@ -67,10 +68,17 @@ def test_whom_several_dial_in_vain_is_replaced(ways: dict[str, str]) -> None:
     assert found[0].placement.node_ids[0] in {"d", "e", "f"}
 
 
-def test_a_way_that_is_blocked_is_gone_round_in_either_direction() -> None:
-    for ways in ({"a": "b"}, {"b": "a"}):
-        for plan in repairs(in_turn(*"abc"), [], blocked(mesh(*"abcd"), **ways), CARD):
-            assert not crosses(plan.placement, [frozenset(map(NodeId, "ab"))])
+def test_a_way_that_is_blocked_is_gone_round_where_it_is_dialled() -> None:
+    """The other way round a channel opens, and nobody is replaced for it."""
+    old = in_turn(*"abc")
+    for plan in repairs(old, [], blocked(mesh(*"abcd"), a="b"), CARD):
+        assert not crosses(plan.placement, [(NodeId("a"), NodeId("b"))])
+    assert repairs(old, [], blocked(mesh(*"abcd"), b="a"), CARD)[0].placement == old
+
+
+def test_who_is_in_nobodys_mesh_is_in_nobodys_way() -> None:
+    """A member may write on its card what it likes."""
+    assert not blocked(mesh(*"abc"), a="xyz").blocked
 
 
 def test_of_those_that_are_apart_who_is_lost_anyway_goes() -> None:

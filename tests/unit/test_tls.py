@@ -25,7 +25,7 @@ from meshinfer.transport.certificates import (
     make_certificate,
     server_context,
 )
-from meshinfer.transport.dialling import Unanswered
+from meshinfer.transport.dialling import ANSWER_SECONDS, Unanswered
 from meshinfer.transport.origin import PIECE_BYTES, STALL_SECONDS, OriginChannel, open_origin_channel
 from meshinfer.transport.tls import ASK_AFTER_SECONDS, MAX_HANDSHAKES, WELCOME, Listener, SecureSocket, dial
 from meshinfer.wire.frames import Frame, FrameKind, encode_frame
@@ -159,20 +159,29 @@ def open_as_origin(offer: ChannelOffer, own: Certificate) -> None:
     trio.run(be_origin)
 
 
+@pytest.mark.parametrize("hosts", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2"), ("127.0.0.1", "127.0.0.1")])
 @pytest.mark.parametrize("open_channel", [open_as_runner, open_as_origin])
 def test_who_hears_nothing_at_all_says_so_long_before_its_time_is_up(
-    host: Host, open_channel: Callable[[ChannelOffer, Certificate], None]
+    host: Host, open_channel: Callable[[ChannelOffer, Certificate], None], hosts: tuple[str, ...]
 ):
     me = make_certificate()
     with silent() as deaf:
         offer = replace(host.expect(me), port=deaf.getsockname()[1])
         begun = time.monotonic()
-        # At the second address somebody refuses: that is no answer of whom it was to reach.
+        # At a second address somebody refuses, which is no answer of whom it was to reach; or it is as silent.
         with pytest.raises(Unanswered):
-            open_channel(replace(offer, hosts=("127.0.0.1", "127.0.0.2")), me)
+            open_channel(replace(offer, hosts=hosts), me)
         assert time.monotonic() - begun < PATIENCE / 2
         with pytest.raises(Unanswered):
             dial(replace(offer, loads=True), me, IN_VAIN)
+
+
+async def test_an_origin_whose_time_is_up_at_the_second_address_says_so_of_the_first(host: Host):
+    me = make_certificate()
+    with silent() as deaf:
+        offer = replace(host.expect(me), port=deaf.getsockname()[1], hosts=("127.0.0.1",) * 3)
+        with pytest.raises(Unanswered):
+            await open_origin_channel(offer, me, timeout_seconds=ANSWER_SECONDS + 0.5)
 
 
 def test_a_refusal_is_an_answer_and_so_is_a_closed_door(host: Host):
