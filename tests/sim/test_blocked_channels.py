@@ -181,7 +181,7 @@ async def test_a_node_is_never_in_its_own_way(autojump_clock: trio.testing.MockC
         cluster.network.block_channels([head.node_id], [head.node_id])
 
         async def over() -> None:
-            await trio.sleep(DIAL_SECONDS + 0.5)
+            await trio.sleep(2 * DIAL_SECONDS + 1)
             cluster.network.heal()
 
         async with trio.open_nursery() as nursery:
