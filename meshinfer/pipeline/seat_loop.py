@@ -54,6 +54,9 @@ MAIL_PER_TURN = 64
 """So that a flood of requests cannot keep the running sessions from their turn."""
 REFRESH_SECONDS = 0.2
 """Counting the caches' bytes takes about 0.1 ms for 30 layers: not after every step."""
+REASON_FIRST_SECONDS = 0.1
+"""Between telling whom it dialled in vain and closing its other channels: a close is at the neighbour's in a millisecond,
+gossip takes some more, and whoever repairs the instance before it knows the reason makes it again as it was."""
 REHEARSED_TOKENS = 16
 """Of the step that each runner runs for nobody before its first one: a token of a longer step takes less, so how long any
 may take is known. Ten layers of the small model take 0.11 s for it, and 0.04 s for one token (a core of a server)."""
@@ -328,6 +331,8 @@ class SeatLoop:
         log.warning("the pipeline is broken: %s", error)
         self._tell(ChannelLost(self._load.epoch, error.role, error.seat, error.reason[:512], error.unanswered))
         self._drop_sessions(self._broken)
+        if error.unanswered:
+            time.sleep(REASON_FIRST_SECONDS)
         for channel in self._seats.values():
             channel.end("the pipeline is broken")
         self._stepper.keep_sessions()  # takes some milliseconds: the news goes first
