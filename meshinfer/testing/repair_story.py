@@ -42,12 +42,17 @@ def came_too_late(
 
 
 def phases_of(story: Sequence[tuple[float, str]], answer: Answer, faulted_at: float) -> tuple[tuple[str, float], ...]:
-    """Where the longest wait of `answer` went, by the agents' logs; of each thing the last time that it happened."""
+    """Where the longest wait of `answer` went, by the agents' logs; of each thing the last time that it happened.
+
+    Empty where that wait was over before the fault, and where there was none.
+    """
     times = [answer.asked_at, *answer.times]
     if len(times) < 2 or not faulted_at:
         return ()
     _, ended_at = max(pairwise(times), key=lambda wait: wait[1] - wait[0])
     ended = ended_at + time.time() - time.monotonic() - faulted_at
+    if ended < 0:
+        return ()
     found: list[tuple[str, float]] = []
     for phase, words in PHASES.items():
         moments = [at for at, line in story if words in line and at <= ended]

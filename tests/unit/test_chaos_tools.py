@@ -81,6 +81,7 @@ def test_the_longest_pause_is_told_by_what_the_agents_said_until_its_end() -> No
     name, at = phases[-1]
     assert (name, round(at, 1)) == ("token", 5.0)
     assert phases_of(story, answer, 0.0) == (), "no fault, no phases"
+    assert phases_of(story, answer, wall) == (), "that pause was over before this fault"
 
 
 def test_a_fault_comes_too_late_after_the_answer_or_after_the_repair_that_it_was_to_hit() -> None:
