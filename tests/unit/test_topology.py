@@ -51,6 +51,7 @@ def test_of_several_links_of_one_pair_the_freshest_counts(measured):
         {"runner_overhead_bytes": 1},
         {"computes_float32": True},
         {"leaving": True},
+        {"blocked": (NodeId("bea"),)},
         {"models": ()},
         {"incarnation": 2},
         {"speeds": (KindSpeed("q4g64", NodeSpeed(1e9, 1e12, 1e-3)),)},

@@ -115,6 +115,7 @@ def test_a_link_is_told_as_activations_see_it_with_its_troubles():
     link = {"latency_us": 20000.0, "channel_rtt_us": 210.0, "bandwidth_gbps": 9.125, "loss": 0.05, "degraded": True}
 
     assert round_trip(link) == "210 µs, 9.12 Gbit/s, 5% lost, degraded"
+    assert round_trip({"latency_us": 50.0, "blocked": True}) == "100 µs, blocked"
 
 
 def test_seats_are_counted_per_node():
