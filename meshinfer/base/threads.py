@@ -1,4 +1,4 @@
-"""A process does not live on without one of its threads.
+"""Threads: how one waits, and that a process does not live on without one of them.
 
 A thread that is refused memory ends, and cannot be relied on to say so first; Python prints the exception and goes on,
 and everybody waits for what that thread will never bring. So the whole process ends, which its agent knows at once. Of
@@ -12,6 +12,13 @@ import threading
 
 EXIT_CODE = 71
 """EX_OSERR of sysexits(3): the system gave no memory, or no thread."""
+
+
+def pause(seconds: float) -> None:
+    """Let the calling thread wait. Not `time.sleep`: libfaketime, with which wrong clocks are tested, makes that an invalid
+    argument.
+    """
+    threading.Event().wait(seconds)
 
 
 def end_with_a_starved_thread() -> None:

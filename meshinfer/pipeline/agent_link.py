@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from meshinfer.base.errors import ProtocolError
+from meshinfer.base.threads import pause
 from meshinfer.pipeline.progress import Progress
 from meshinfer.wire.codec import MAX_MESSAGE_BYTES
 from meshinfer.wire.runner_control import AGENT_MESSAGES, RUNNER_MESSAGES, AgentMessage, RunnerMessage
@@ -59,7 +60,7 @@ class AgentLink:
         self._exit_code = code
         with contextlib.suppress(queue.Full):
             self._outbox.put_nowait(None)
-        time.sleep(LAST_WORDS_SECONDS)  # the writer thread ends the process as soon as it has nothing left to send
+        pause(LAST_WORDS_SECONDS)  # the writer thread ends the process as soon as it has nothing left to send
         os._exit(code)
 
     def _read(self, handle: Callable[[AgentMessage], None]) -> None:

@@ -129,10 +129,11 @@ class Channel:
             raise
         else:
             self.end(self._finish_reason or "the peer closed it")
-        with self._lock:
-            self._threads -= 1
-            if self._threads == 0:
-                self._secure.close()
+        finally:
+            with self._lock:
+                self._threads -= 1
+                if self._threads == 0:
+                    self._secure.close()
 
     def _read(
         self, reader: FrameReader, deliver: Callable[[Frame], None], on_arrival: Callable[[Arrival], None] | None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshinfer.base.errors import ProtocolError
+from meshinfer.base.threads import pause
 from meshinfer.engine.memory import read_memory
 from meshinfer.engine.stepping import Stepper, as_tensors
 from meshinfer.pipeline.channel import Channel
@@ -332,7 +333,7 @@ class SeatLoop:
         self._tell(ChannelLost(self._load.epoch, error.role, error.seat, error.reason[:512], error.unanswered))
         self._drop_sessions(self._broken)
         if error.unanswered:
-            time.sleep(REASON_FIRST_SECONDS)
+            pause(REASON_FIRST_SECONDS)
         for channel in self._seats.values():
             channel.end("the pipeline is broken")
         self._stepper.keep_sessions()  # takes some milliseconds: the news goes first

@@ -206,8 +206,11 @@ class OriginLinks:
             async with lock:
                 link = self._links.get(key)
                 if link is None or link.lost:
-                    if had_to_wait:
-                        self._check_not_blocked(instance)
+                    # Somebody has just dialled in vain, perhaps, while this one waited for the same link.
+                    if had_to_wait and (ends := self._ports.blocked_ends(instance.placement)):
+                        raise PeerLost(
+                            f"the runner of {self._ports.called(min(ends))} was dialled in vain a moment ago"
+                        )
                     link = await self._connect(instance)
                     self._links[key] = link
                     assert self._nursery is not None
@@ -216,12 +219,6 @@ class OriginLinks:
         finally:
             if not lock.locked():
                 self._connecting.pop(key, None)
-
-    def _check_not_blocked(self, instance: Instance) -> None:
-        """Raises PeerLost where somebody has just dialled in vain, while this one waited for the same link."""
-        blocked = self._ports.blocked_ways.blocked(trio.current_time())
-        if ends := blocked & {instance.placement.node_ids[0], instance.placement.node_ids[-1]}:
-            raise PeerLost(f"node {self._ports.called(min(ends))}: its runner was dialled in vain a moment ago")
 
     async def _keep(self, key: LinkKey, link: OriginLink) -> None:
         try:

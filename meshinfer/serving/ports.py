@@ -88,6 +88,10 @@ class Ports:
     acquaintance: Acquaintance = field(default_factory=Acquaintance)
     blocked_ways: BlockedWays = field(default_factory=BlockedWays)
 
+    def blocked_ends(self, placement: Placement) -> frozenset[NodeId]:
+        """The nodes of its first and last seat, if channels do not get there from here. The way to those between is others'."""
+        return self.blocked_ways.blocked(trio.current_time()) & {placement.node_ids[0], placement.node_ids[-1]}
+
     def channel_host(self, peer: NodeId) -> str | None:
         """An address of `peer` that is known to work, the best one; None if there is none."""
         return self.best_host(peer) if self.best_host else self.transport.peer_host(peer)

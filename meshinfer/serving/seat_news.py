@@ -1,8 +1,8 @@
 """When this node tells the others of its seats anew, and of the ways that are blocked. Pure.
 
-What happens to a seat, or to a way, is news at once. How far a load has come changes all the time, and an announcement for its sake
-may hold up the one that matters: that waits. What only counts (sessions, resident bytes) goes on the card every now and
-then (others hear it with this node's next announcement).
+What happens to a seat, or to a way, is news at once. How far a load has come changes all the time, and an announcement
+for its sake may hold up the one that matters: that waits. What only counts (sessions, resident bytes) goes on the card
+every now and then (others hear it with this node's next announcement).
 """
 
 from __future__ import annotations

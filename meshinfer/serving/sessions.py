@@ -272,15 +272,13 @@ class Sessions:
                 resumed, refusals = True, 0
                 if len(token_log.emitted) > emitted:
                     failures = 0
-                if (
-                    instance is not None
-                ):  # there was room for it: another fault, also before the next token, has time of its own
+                if instance:  # there was room for it: another fault, also before the next token, has time of its own
                     no_room, no_room_since = "", math.inf
                 failing_since = failing_since if failures else trio.current_time()
                 failures += 1
                 avoid = self._ports.out_of_reach()
-                if failures > 1:  # others may use what one dial in vain is no reason to move
-                    avoid |= self._no_channel_to(instance)
+                if instance and failures > 1:  # others may use what one dial in vain is no reason to move
+                    avoid |= self._ports.blocked_ends(instance.placement)
                 if failures > MAX_FAILURES and trio.current_time() > failing_since + FAILING_SECONDS:
                     raise
                 written = len(token_log.emitted)
@@ -288,11 +286,6 @@ class Sessions:
                 log.info("request %s goes on after %d tokens: %s", request.session_id, written, error.what)
                 events.send_nowait(Waiting("repairing", 0.0))
                 await trio.sleep(RETRY_SECONDS * min(failures, MAX_FAILURES))
-
-    def _no_channel_to(self, instance: Instance | None) -> frozenset[NodeId]:
-        """Its first and last seat's nodes, if channels do not get there from here. The way to those between is others'."""
-        ends = {instance.placement.node_ids[0], instance.placement.node_ids[-1]} if instance else frozenset[NodeId]()
-        return self._ports.blocked_ways.blocked(trio.current_time()) & ends
 
     async def _find(
         self,

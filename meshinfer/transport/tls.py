@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshinfer.base import threads
 from meshinfer.base.errors import MeshinferError, PeerLost, Refused
 from meshinfer.transport.certificates import Certificate, check_certificate, client_context, server_context
 from meshinfer.transport.dialling import (
@@ -139,7 +140,7 @@ def dial(offer: ChannelOffer, own: Certificate, timeout_seconds: float) -> Secur
 
     Raises:
         Unanswered: see `transport.dialling.is_unanswered`.
-        PeerLost: none of them led to the holder of its certificate in time.
+        PeerLost: none of the offer's addresses led to the holder of its certificate in time.
         Refused: the token did not work (used, lapsed, or meant for somebody else).
         ProtocolError: the offer's certificate is none.
     """
@@ -156,8 +157,7 @@ def dial(offer: ChannelOffer, own: Certificate, timeout_seconds: float) -> Secur
         now = time.monotonic()
         if now + pause >= deadline or (is_unanswered(failures) and now >= began + ANSWER_SECONDS):
             raise most_telling(failures)
-        # Not `time.sleep`: libfaketime, with which wrong clocks are tested, makes that an invalid argument.
-        threading.Event().wait(pause)
+        threads.pause(pause)
     raise AssertionError("there is always another pause")
 
 
@@ -299,7 +299,7 @@ class Listener:
             except OSError:
                 if self._server.fileno() < 0:
                     return
-                time.sleep(0.05)  # out of descriptors, most likely: some will come back
+                threads.pause(0.05)  # out of descriptors, most likely: some will come back
                 continue
             if (context := self._current_context()) is None:
                 connection.close()
